@@ -81,7 +81,7 @@ def to_torch_mha(
         raise ValueError(
             f"to_torch_mha: {mask!r} has {blocked.ndim - 3} batch axes, torch has one; flatten them"
         )
-    blocked = blocked.reshape(-1, *blocked.shape[-3:])
+    blocked = blocked if blocked.ndim == 4 else blocked[None]
     sizes = []
     for name, got, asked in (
         ("batch", blocked.shape[0], batch),

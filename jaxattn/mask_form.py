@@ -104,6 +104,8 @@ class Mask(abc.ABC):
             ("positions of the keys", frame.k_position, "k"),
         ):
             if position is not None:
+                if not jnp.issubdtype(jnp.result_type(position), jnp.number):
+                    raise TypeError(f"{label} are {described(position)}, expected numbers")
                 named += (Named(label, position, (axis,)),)
         for one in named:
             _check_axes(one, frame, heads)

@@ -60,7 +60,7 @@ class Band(Mask):
         return Fill.FULL if least >= -self.ahead and most < behind else Fill.PARTIAL
 
     def __repr__(self) -> str:
-        align = "" if self.align == "start" else f"align={self.align!r}"
+        align = "" if self.align == "start" else f'align="{self.align}"'
         if self.behind is None:
             return f"causal({align})"
         ahead = f"ahead={self.ahead}" if self.ahead else ""
