@@ -1,0 +1,34 @@
+"""jaxattn: attention for the head axis, in JAX and Flax."""
+
+from jaxattn import axes as axes
+from jaxattn import masks as masks
+from jaxattn import project as project
+from jaxattn.attend import attend as attend
+from jaxattn.attention import Attention as Attention
+from jaxattn.attention import Aux as Aux
+from jaxattn.attention import attention as attention
+from jaxattn.engines import ENGINES as ENGINES
+from jaxattn.masks import Mask as Mask
+from jaxattn.masks import causal as causal
+from jaxattn.masks import everything as everything
+from jaxattn.masks import explicit as explicit
+from jaxattn.masks import lengths as lengths
+from jaxattn.masks import padding as padding
+from jaxattn.masks import segments as segments
+from jaxattn.masks import window as window
+from jaxattn.sides import Coupling as Coupling
+from jaxattn.sides import Factors as Factors
+from jaxattn.sides import KeySide as KeySide
+from jaxattn.sides import Mix as Mix
+from jaxattn.sides import PairBias as PairBias
+from jaxattn.sides import QuerySide as QuerySide
+from jaxattn.spec import HeadSpec as HeadSpec
+from jaxattn.spec import Rotary as Rotary
+from jaxattn.spec import Sizes as Sizes
+from jaxattn.transform import Declaration as Declaration
+from jaxattn.transform import HeadTransform as HeadTransform
+from jaxattn.transform import Loss as Loss
+from jaxattn.transform import Site as Site
+from jaxattn.transform import Upgrade as Upgrade
+from jaxattn.transform import chain as chain
+from jaxattn.transform import identity as identity

@@ -1,0 +1,391 @@
+"""attention(spec, *transforms): the pure functions of one attention sublayer."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxattn import project
+from jaxattn.attend import attend
+from jaxattn.axes import check_axes, check_batch, check_floating
+from jaxattn.masks import Mask, as_mask
+from jaxattn.sides import Coupling, KeySide, Mix, QuerySide
+from jaxattn.spec import HeadSpec, Sizes
+from jaxattn.transform import Declaration, HeadTransform, Loss, Site, flatten, resolve
+
+PyTree = Any
+Initializer = Callable[[Array, tuple[int, ...], Any], Array]
+
+
+class Aux(NamedTuple):
+    """What a call returns beside its output.
+
+    Attributes:
+        losses: auxiliary losses by name.
+        sums: sums and counts by transform; add them across batches, then ask `Attention.losses`.
+        captured: the intermediates that were asked for.
+    """
+
+    losses: dict[str, Loss]
+    sums: dict[str, PyTree]
+    captured: dict[str, Array]
+
+    def total(self) -> Array:
+        """The sum of weight * value over the losses; 0 where there is none."""
+        return sum((loss.weight * loss.value for loss in self.losses.values()), jnp.zeros(()))
+
+
+class Attention(NamedTuple):
+    """One attention sublayer: static sizes and transforms, with pure functions over parameters.
+
+    Parameters are a plain tree: `query`, `key`, `value`, `out`, each with a `kernel` (W_Q [m, h, d] ...
+    W_O [h, v, m]) and, where used, a `bias`; `query_ln` and `key_ln` with head norms; and `heads`,
+    the transforms' own leaves by transform name.
+
+    Attributes:
+        spec: the sizes that were asked for.
+        sizes: the sizes that the transforms made of them.
+        links: the transforms in order.
+        sites: where each stands.
+    """
+
+    spec: HeadSpec
+    sizes: Sizes
+    links: tuple[HeadTransform, ...]
+    sites: tuple[Site, ...]
+
+    def init(
+        self,
+        rng: Array,
+        dtype: DTypeLike = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+    ) -> PyTree:
+        """Draw the parameters.
+
+        Each leaf has a PRNG key of its own, folded from its path, so two variants with the same rng
+        start with the same values wherever they have the same leaf.
+
+        Args:
+            rng: PRNG key.
+            dtype: type of the parameters.
+            kernel_init: `(rng, (fan_in, fan_out), dtype)`; default normal with standard deviation
+                1/sqrt(fan_in), each of q, k, v with its own fan (Flax's default).
+            bias_init: the same for biases; default zeros.
+        """
+        s, z = self.spec, self.sizes
+        kernel_init = kernel_init or jax.nn.initializers.lecun_normal()
+        bias_init = bias_init or jax.nn.initializers.zeros
+
+        def linear(name: str, inward: tuple[int, ...], outward: tuple[int, ...], bias: bool):
+            flat = (_prod(inward), _prod(outward))
+            kernel = kernel_init(_fold(rng, f"{name}/kernel"), flat, dtype)
+            leaves = {"kernel": kernel.reshape(*inward, *outward)}
+            if bias:
+                flat_bias = bias_init(_fold(rng, f"{name}/bias"), flat[1:], dtype)
+                leaves["bias"] = flat_bias.reshape(outward)
+            return leaves
+
+        heads_out = (z.output_heads, z.output_width)
+        params = {
+            "query": linear("query", (s.in_q,), (z.query_heads, z.qk_width), z.bias_q),
+            "key": linear("key", (s.in_k,), (z.key_heads, z.qk_width), z.bias_k),
+            "value": linear("value", (s.in_v,), (z.value_heads, z.value_width), s.bias_v),
+            "out": linear("out", heads_out, (s.out,), s.bias_out),
+        }
+        if z.qk_norm is not None:
+            for name in ("query_ln", "key_ln"):
+                params[name] = {"scale": jnp.ones((z.qk_width,), dtype)}
+        own = {
+            link.name: link.init(_fold(rng, f"heads/{link.name}"), site, dtype)
+            for link, site in zip(self.links, self.sites, strict=True)
+        }
+        return {**params, "heads": {name: leaves for name, leaves in own.items() if leaves}}
+
+    def query_side(
+        self,
+        params: PyTree,
+        x_q: Array,
+        valid: Array | None = None,
+        positions: Array | None = None,
+    ) -> QuerySide:
+        """What each query row contributes.
+
+        Args:
+            params: the tree that `init` made.
+            x_q: [..., q, m].
+            valid: [..., q] bool; rows that are not are zeroed and count in no statistic.
+            positions: [..., q]; None is 0, 1, 2, ...
+        """
+        z = self.sizes
+        x_q = _check_state("x_q", x_q, "q", self.spec.in_q, "HeadSpec(in_q=...)")
+        x_q = _zero_invalid(x_q, valid)
+        heads = project.project(params["query"], x_q)
+        heads = project.normalize(heads, z.qk_norm, _scale(params, "query_ln"))
+        heads = project.rotate(heads, z.rotary_q, positions, self.spec.d_qk)
+        side = QuerySide(
+            heads, (None,) * len(z.pre), (None,) * len(z.post), valid=valid, position=positions
+        )
+        for link, own, site in self._own(params):
+            side = link.query_side(own, x_q, side, site)
+        return side
+
+    def key_side(
+        self,
+        params: PyTree,
+        x_kv: Array | tuple[Array, Array],
+        valid: Array | None = None,
+        positions: Array | None = None,
+    ) -> KeySide:
+        """What each key row contributes, as a cache would hold it.
+
+        Args:
+            params: the tree that `init` made.
+            x_kv: [..., k, m], or a pair (x_k, x_v) of the same rows with their own widths.
+            valid: [..., k] bool; rows that are not are zeroed before they are projected, and hidden.
+            positions: [..., k]; None is 0, 1, 2, ...
+        """
+        z = self.sizes
+        x_k, x_v = x_kv if isinstance(x_kv, tuple) else (x_kv, x_kv)
+        x_k = _check_state("x_k", x_k, "k", self.spec.in_k, "HeadSpec(in_k=...)")
+        x_v = _check_state("x_v", x_v, "k", self.spec.in_v, "HeadSpec(in_v=...)")
+        check_axes("x_v", x_v, "... k m", fix="x_k and x_v are the same rows", k=x_k.shape[-2])
+        check_batch(x_k=(x_k, 2), x_v=(x_v, 2))
+        x_k, x_v = _zero_invalid(x_k, valid), _zero_invalid(x_v, valid)
+        key = project.project(params["key"], x_k)
+        key = project.normalize(key, z.qk_norm, _scale(params, "key_ln"))
+        key = project.rotate(key, z.rotary_k, positions, self.spec.d_qk)
+        value = project.project(params["value"], x_v)
+        nothing = (None,) * len(z.pre), (None,) * len(z.post)
+        side = KeySide(key, value, None, *nothing, valid=valid, position=positions)
+        for link, own, site in self._own(params):
+            side = link.key_side(own, x_k, side, site)
+        return side
+
+    def expand(self, key_side: KeySide) -> KeySide:
+        """What `attend` reads of a stored key side."""
+        for link, site in zip(self.links, self.sites, strict=True):
+            key_side = link.expand(key_side, site)
+        return key_side
+
+    def coupling(self, params: PyTree) -> Coupling:
+        """What is the same for every pair."""
+        s, z = self.spec, self.sizes
+        assert s.scale is not None
+        coupling = Coupling(
+            scale=s.scale,
+            pre=(Mix(),) * len(z.pre),
+            post=(Mix(),) * len(z.post),
+            softcap=s.softcap,
+            dropout=s.dropout,
+            head_dropout=s.head_dropout,
+        )
+        for link, own, site in self._own(params):
+            coupling = link.coupling(own, coupling, site)
+        return coupling
+
+    def apply(
+        self,
+        params: PyTree,
+        x_q: Array,
+        x_kv: Array | tuple[Array, Array] | None = None,
+        mask: Mask | None = None,
+        *,
+        bias: Array | None = None,
+        engine: str = "auto",
+        dropout_key: Array | None = None,
+        positions: Array | tuple[Array | None, Array | None] | None = None,
+        capture: tuple[str, ...] = (),
+        remask: bool = False,
+    ) -> tuple[Array, Aux]:
+        """Attention from states to output: y[q] = sum_h heads[q,h] @ W_O[h] + b_O.
+
+        Args:
+            params: the tree that `init` made.
+            x_q: [..., q, m], any number of batch axes.
+            x_kv: the source [..., k, m_k], or a pair (x_k, x_v) of the same rows; None is
+                self-attention. Source rows that `padding` in the mask denies are zeroed before
+                they are projected, in self-attention as queries too.
+            mask: a `ja.masks` value, True = visible; None is everything.
+            bias, engine, dropout_key, capture, remask: see `attend`.
+            positions: [..., t], or a pair for queries and keys; None counts from 0 on both sides.
+
+        Returns:
+            y [..., q, m] in the promoted type of states and parameters, and `Aux`.
+
+        Raises:
+            ValueError, TypeError: naming the argument and axis, what came, what was expected, the
+                fix.
+
+        Example:
+            >>> attn = attention(HeadSpec(model=6, heads=2))
+            >>> y, aux = attn.apply(attn.init(jax.random.key(0)), jnp.ones((5, 6)))
+            >>> y.shape, aux.losses
+            ((5, 6), {})
+        """
+        mask = as_mask(mask)
+        source = x_q if x_kv is None else x_kv
+        rows = source[0] if isinstance(source, tuple) else source
+        valid = mask.source_valid(rows.shape[-2]) if rows.ndim > 1 else None
+        if isinstance(positions, tuple):
+            q_positions, k_positions = positions
+        else:
+            q_positions, k_positions = positions, positions if x_kv is None else None
+        if valid is not None:
+            check_axes("mask: padding", valid, "... k", fix="one entry a source row", k=rows.shape[-2])
+        q_valid = valid if x_kv is None else None
+        query_side = self.query_side(params, x_q, q_valid, q_positions)
+        key_side = self.key_side(params, source, valid, k_positions)
+        return self._attend(
+            params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask
+        )
+
+    def attend(
+        self,
+        params: PyTree,
+        x_q: Array,
+        key_side: KeySide,
+        mask: Mask | None = None,
+        *,
+        bias: Array | None = None,
+        engine: str = "auto",
+        dropout_key: Array | None = None,
+        positions: Array | None = None,
+        capture: tuple[str, ...] = (),
+        remask: bool = False,
+    ) -> tuple[Array, Aux]:
+        """Attention against a key side that stands already: a cache, a projected source.
+
+        Args:
+            params, x_q, mask, bias, engine, dropout_key, capture, remask: as in `apply`.
+            key_side: what `key_side` made; its invalid rows are hidden.
+            positions: [..., q] of the queries; None counts from 0.
+
+        Example:
+            >>> attn = attention(HeadSpec(model=6, heads=2))
+            >>> params = attn.init(jax.random.key(0))
+            >>> side = attn.key_side(params, jnp.ones((7, 6)))
+            >>> attn.attend(params, jnp.ones((5, 6)), side)[0].shape
+            (5, 6)
+        """
+        query_side = self.query_side(params, x_q, None, positions)
+        return self._attend(
+            params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask
+        )
+
+    def _attend(
+        self, params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask
+    ) -> tuple[Array, Aux]:
+        x_q = _zero_invalid(x_q, query_side.valid)
+
+        def finish(heads):
+            for link, own, site in self._own(params):
+                heads = link.finish(own, heads, query_side, site)
+            return heads
+
+        heads, captured = attend(
+            query_side,
+            self.expand(key_side),
+            self.coupling(params),
+            mask,
+            bias=bias,
+            engine=engine,
+            dropout_key=dropout_key,
+            capture=capture,
+            remask=remask,
+            finish=finish,
+        )
+        y = project.unproject(params["out"], heads)
+        _refuse_overflow(x_q, y)
+        sums = {
+            link.name: link.aux(own, x_q, query_side, site) for link, own, site in self._own(params)
+        }
+        sums = {name: value for name, value in sums.items() if value is not None}
+        return y, Aux(self.losses(sums), sums, captured)
+
+    def losses(self, sums: dict[str, PyTree]) -> dict[str, Loss]:
+        """Auxiliary losses from the sums of one or several calls."""
+        losses: dict[str, Loss] = {}
+        for link, site in zip(self.links, self.sites, strict=True):
+            if link.name in sums:
+                losses |= link.losses(sums[link.name], site)
+        return losses
+
+    def declare(self) -> dict[str, Declaration]:
+        """What each transform states about its parameters and heads, by transform name."""
+        links = zip(self.links, self.sites, strict=True)
+        return {link.name: link.declare(site) for link, site in links}
+
+    def _own(self, params: PyTree):
+        """Each transform with its own parameters and its site."""
+        for link, site in zip(self.links, self.sites, strict=True):
+            yield link, params["heads"].get(link.name, {}), site
+
+
+def attention(spec: HeadSpec, *transforms: HeadTransform) -> Attention:
+    """Multi-head attention with head-composition transforms, as pure functions.
+
+    y[q] = sum_h heads[q,h] @ W_O[h] + b_O, where heads follow the form in `jaxattn.sides`.
+
+    Args:
+        spec: static sizes.
+        *transforms: applied from left to right; none is plain multi-head attention.
+
+    Raises:
+        ValueError: where the sizes and transforms do not fit each other.
+
+    Example:
+        >>> attn = attention(HeadSpec(model=6, heads=2))
+        >>> params = attn.init(jax.random.key(0))
+        >>> y, aux = attn.apply(params, jnp.ones((2, 5, 6)))
+        >>> y.shape
+        (2, 5, 6)
+
+    Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2.
+    """
+    links = flatten(transforms)
+    sizes, sites = resolve(Sizes.of(spec), links)
+    return Attention(spec, sizes, links, sites)
+
+
+def _check_state(what: str, x: Array, axis: str, width: int | None, where: str) -> Array:
+    check_floating(what, x)
+    fix = f"states of this width, or {where}"
+    check_axes(what, x, f"... {axis} m", fix=fix, **({"m": width} if width else {}))
+    return x
+
+
+def _zero_invalid(x: Array, valid: Array | None) -> Array:
+    """States whose invalid rows are zero, whatever they held: NaN times zero would stay NaN."""
+    return x if valid is None else jnp.where(valid[..., None], x, jnp.zeros((), x.dtype))
+
+
+def _scale(params: PyTree, name: str) -> Array | None:
+    return params[name]["scale"] if name in params else None
+
+
+def _refuse_overflow(x_q: Array, y: Array) -> None:
+    """float16 holds 65504 at most; outside of jit an overflow is seen, and said."""
+    if y.dtype != jnp.float16 or isinstance(y, jax.core.Tracer):
+        return
+    if bool(jnp.isfinite(x_q).all()) and not bool(jnp.isfinite(y).all()):
+        raise FloatingPointError(
+            "attention: the output overflows float16 (largest 65504) though x_q is finite. "
+            "Fix: bfloat16 or float32 states, or smaller parameters."
+        )
+
+
+def _fold(rng: Array, path: str) -> Array:
+    return jax.random.fold_in(rng, zlib.crc32(path.encode()))
+
+
+def _prod(sizes: tuple[int | None, ...]) -> int:
+    product = 1
+    for size in sizes:
+        assert size is not None
+        product *= size
+    return product

@@ -1,0 +1,5 @@
+"""Engines execute the form. Each is one file and one row of ENGINES; none changes the function."""
+
+from jaxattn.engines.select import ENGINES, select
+
+__all__ = ["ENGINES", "select"]

@@ -1,0 +1,82 @@
+"""One call of the form, as engines receive it, and what an engine is."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxattn.masks import Frame, Mask
+from jaxattn.sides import Coupling, KeySide, Mix, QuerySide
+
+CAPTURES = ("logits", "mixed_logits", "weights", "mixed_weights", "heads")
+
+
+class Call(NamedTuple):
+    """A checked call: sides with agreeing axes, one mask, positions resolved.
+
+    Attributes:
+        query, key, coupling: the form.
+        mask: everything that hides pairs, invalid key rows included.
+        frame: the rows that the mask is asked about.
+        bias: [..., hs or 1, q or 1, k or 1] added after the pre mixes, or None.
+        dropout_key: draws the attention dropout; None is evaluation.
+        capture: names of intermediates to return, of `CAPTURES`.
+    """
+
+    query: QuerySide
+    key: KeySide
+    coupling: Coupling
+    mask: Mask
+    frame: Frame
+    bias: Array | None
+    dropout_key: Array | None
+    capture: tuple[str, ...]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of logits and softmax: at least float32."""
+        return jnp.promote_types(self.query.query.dtype, jnp.float32)
+
+    @property
+    def softmax_heads(self) -> int:
+        """hs: the heads that the pre mixes leave."""
+        return _heads_after(self.query.query.shape[-2], self.coupling.pre)
+
+    @property
+    def output_heads(self) -> int:
+        """hv: the heads that the post mixes leave."""
+        return _heads_after(self.softmax_heads, self.coupling.post)
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of one dense tensor of scores [..., h, q, k], at the stage with most heads."""
+        heads = max(self.query.query.shape[-2], self.softmax_heads, self.output_heads)
+        pairs = math.prod(self.frame.batch) * self.frame.q_len * self.frame.k_len
+        return heads * pairs * jnp.dtype(self.dtype).itemsize
+
+
+class Engine(NamedTuple):
+    """A way to execute the form.
+
+    Attributes:
+        name: for `engine=`.
+        run: `(call) -> (heads [..., q, hv, v], captured)`.
+        captures: the intermediates that it can return; asking for others raises.
+        modes: derivatives that it has, of "reverse" and "forward".
+        about: one line for tables and errors.
+    """
+
+    name: str
+    run: Callable[[Call], tuple[Array, dict[str, Array]]]
+    captures: tuple[str, ...] = CAPTURES
+    modes: tuple[str, ...] = ("reverse", "forward")
+    about: str = ""
+
+
+def _heads_after(heads: int, mixes: tuple[Mix, ...]) -> int:
+    for mix in mixes:
+        if mix.matrix is not None:
+            heads = mix.matrix.shape[-1] * (mix.matrix.shape[0] if mix.matrix.ndim == 3 else 1)
+    return heads

@@ -1,0 +1,176 @@
+"""The form: what each query row brings, what each key row brings, what all pairs share.
+
+    logits[hl,q,k] = scale * <query[q,hl], key[k,key_of(hl)]> + key_side.bias[k,hl]
+    logits         = pre mixes, hl -> hs, per pair (q, k)
+    logits        += pair bias; soft cap; then visibility
+    weights[hs]    = softmax over keys (a row without a visible key: zeros)
+    weights        = post mixes, hs -> hv; hidden pairs zero again
+    heads[q,hv]    = sum_k weights[hv,q,k] * value[k,value_of(hv)];  then finish, gate
+
+Variants compile to these values, engines execute them, everything else reads them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax import Array
+
+PyTree = Any
+
+
+class Factors(NamedTuple):
+    """What one row adds to one mix stage: a linear map over heads, [i] -> [o].
+
+    out[o] += sum_r (sum_i x[i] down[i,r]) up[r,o]  +  x[o] diag[o]  +  sum_i x[i] dense[i,o]
+
+    Attributes:
+        down: [..., n, g, i, r] and up: [..., n, g, r, o]: a low-rank map inside each group of heads;
+            n is q or k.
+        diag: [..., n, h], a factor for each head.
+        dense: [..., n, i, o], a whole matrix for each row.
+    """
+
+    down: Array | None = None
+    up: Array | None = None
+    diag: Array | None = None
+    dense: Array | None = None
+
+
+class QuerySide(NamedTuple):
+    """What each query position contributes, from target states only.
+
+    Attributes:
+        query: [..., q, hl, d].
+        pre, post: row factors of each mix stage (None where a stage has none from this side).
+        gate: [..., q, hv, 1] or [..., q, hv, v], multiplies the heads.
+        valid: [..., q] bool, False for padding rows (they count in no statistic).
+        position: [..., q] integers; None is 0, 1, 2, ...
+        head: [..., q, a] indices of the active heads, where only those are held.
+    """
+
+    query: Array
+    pre: tuple[Factors | None, ...] = ()
+    post: tuple[Factors | None, ...] = ()
+    gate: Array | None = None
+    valid: Array | None = None
+    position: Array | None = None
+    head: Array | None = None
+
+
+class KeySide(NamedTuple):
+    """What each key position contributes, from source states only. A cache is one of these.
+
+    Attributes:
+        key: [..., k, hK, d].
+        value: [..., k, hV, v].
+        bias: [..., k, hl], added to the logits.
+        pre, post: row factors of each mix stage.
+        valid: [..., k] bool, False for rows that no query may see.
+        position: [..., k] integers; None is 0, 1, 2, ...
+    """
+
+    key: Array
+    value: Array
+    bias: Array | None = None
+    pre: tuple[Factors | None, ...] = ()
+    post: tuple[Factors | None, ...] = ()
+    valid: Array | None = None
+    position: Array | None = None
+
+
+def _record(*static: str) -> Callable[[type], type]:
+    """A frozen dataclass that is a pytree; the named fields are static facts, not leaves."""
+
+    def register(cls: type) -> type:
+        cls = dataclasses.dataclass(frozen=True)(cls)
+        data = [f.name for f in dataclasses.fields(cls) if f.name not in static]
+        return jax.tree_util.register_dataclass(cls, data, list(static))
+
+    return register
+
+
+@_record("skip")
+class Mix:
+    """The static part of one mix stage: out = x @ matrix (+ x if skip) + bias.
+
+    Attributes:
+        matrix: [i, o], or [g, i, o] for groups that do not see each other; None is the identity.
+        bias: [o]; after the softmax it reaches visible pairs only.
+        skip: whether the identity is added to the matrix.
+    """
+
+    matrix: Array | None = None
+    bias: Array | None = None
+    skip: bool = False
+
+
+@_record("of")
+class PairBias:
+    """A logit bias that positions decide: `of(params, q_position, k_position) -> [..., hs, q, k]`."""
+
+    params: PyTree
+    of: Callable[[PyTree, Array, Array], Array]
+
+
+@_record("scale", "key_of", "value_of", "softcap", "dropout", "head_dropout", "dropout_site", "dropout_shared")  # fmt: skip
+class Coupling:
+    """What is the same for every pair: learned constants and static facts.
+
+    Attributes:
+        scale: factor of the scores.
+        pre, post: the static part of each mix stage.
+        pair_bias: a bias by position, after the pre mixes.
+        key_of, value_of: the key head of each logit head and the value head of each output head;
+            None is block order, head i reads i // group.
+        softcap: c of c * tanh(logits / c).
+        dropout, head_dropout: rates; dropout_site: what the first falls on, the weights that meet
+            the values or those right after the softmax.
+        dropout_shared: axes among b, h, q whose rows share one draw.
+    """
+
+    scale: float
+    pre: tuple[Mix, ...] = ()
+    post: tuple[Mix, ...] = ()
+    pair_bias: PairBias | None = None
+    key_of: tuple[int, ...] | None = None
+    value_of: tuple[int, ...] | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    head_dropout: float = 0.0
+    dropout_site: Literal["values", "softmax"] = "values"
+    dropout_shared: tuple[Literal["b", "h", "q"], ...] = ()
+
+
+def map_rows(function: Callable[[Array, int], Array], side: PyTree) -> PyTree:
+    """Apply `function(array, axis)` to every array of a side, with the place of its row axis.
+
+    The axis is counted from the end, so batch axes do not matter.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> side = KeySide(key=jnp.ones((2, 5, 3, 4)), value=jnp.ones((2, 5, 3, 7)))
+        >>> map_rows(lambda x, axis: jax.lax.slice_in_dim(x, 0, 2, axis=axis), side).value.shape
+        (2, 2, 3, 7)
+    """
+    stage = functools.partial(_map_factors, function)
+    trailing = dict(query=3, key=3, value=3, gate=3, bias=2, head=2, valid=1, position=1)
+    changes = {
+        name: function(getattr(side, name), -axis)
+        for name, axis in trailing.items()
+        if getattr(side, name, None) is not None
+    }
+    return side._replace(
+        pre=tuple(map(stage, side.pre)), post=tuple(map(stage, side.post)), **changes
+    )
+
+
+def _map_factors(function: Callable[[Array, int], Array], factors: Factors | None):
+    if factors is None:
+        return None
+    trailing = Factors(down=4, up=4, diag=2, dense=3)
+    return Factors(
+        *(x if x is None else function(x, -axis) for x, axis in zip(factors, trailing, strict=True))
+    )
