@@ -147,6 +147,8 @@ class Sizes(NamedTuple):
     post: tuple[Stage, ...] = ()
     # Names of transforms that redefined the projections; a second one has nothing to stand on.
     projected_by: tuple[str, ...] = ()
+    # A transform whose key bias left out what is constant over keys; no pre mix may follow it.
+    key_bias_by: str | None = None
 
     @classmethod
     def of(cls, spec: HeadSpec) -> "Sizes":
@@ -166,6 +168,11 @@ class Sizes(NamedTuple):
         """
         sizes = self
         if pre is not None:
+            if sizes.key_bias_by is not None:
+                raise ValueError(
+                    f"{sizes.key_bias_by}: its content bias stands for terms that are constant over keys, which "
+                    "a mix before the softmax would not cancel. Fix: content_bias=False, or no pre mix."
+                )
             stage = Stage(sizes.softmax_heads, pre)
             grown = dict(pre=(*sizes.pre, stage), softmax_heads=pre)
             if not sizes.post:

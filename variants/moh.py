@@ -1,0 +1,252 @@
+"""MoH: a router decides for each token which heads count, and how much.
+
+Changes: the heads are gated; the first `shared` always count, of the others the `top_k` best.
+Jin et al., 2024 (ICML 2025), https://arxiv.org/abs/2410.11842
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import jaxattn as ja
+from jaxattn.axes import check_option, contract
+
+
+class MoHSums(NamedTuple):
+    """Sums over tokens; divide by `tokens` for means, add two of them for a larger batch.
+
+    Attributes:
+        probability: [hr], sum of the router's probabilities.
+        selected: [hr], how many tokens selected each routed head: its load.
+        entropy: sum of the entropy of the router's distribution, in nats; near 0 is collapse to one
+            head a token, near log(hr) is indifference.
+        tokens: how many valid tokens were counted.
+    """
+
+    probability: Array
+    selected: Array
+    entropy: Array
+    tokens: Array
+
+    def telemetry(self) -> dict[str, Array]:
+        """Load share of each head, mean entropy, and the largest load over its fair share."""
+        tokens = jnp.maximum(self.tokens, 1)
+        load = self.selected / jnp.maximum(self.selected.sum(), 1)
+        collapse = load.max(initial=0.0) * load.shape[-1]
+        return {"load": load, "entropy": self.entropy / tokens, "collapse": collapse}
+
+
+def moh(
+    shared: int = 1,
+    top_k: int = 2,
+    gates: Literal["paper", "released"] = "paper",
+    router: Literal["learned", "query_norm"] = "learned",
+    straight_through: bool = True,
+    balance: Literal["paper", "released"] = "paper",
+    balance_weight: float = 0.01,
+) -> ja.HeadTransform:
+    """Mixture-of-heads attention.
+
+    y[t] = sum_h g[t,h] heads[t,h] @ W_O[h], with, for token state x,
+        [a_1, a_2] = softmax(x W_stage),  s = softmax(x W_shared),  p = softmax(x W_routed)
+        paper:    g = a_1 s_i for shared heads; a_2 p_i for the top_k largest p_i; else 0
+        released: g = 2 a_1 (shared s_i);  2 a_2 (top_k p_i / sum of the selected p)
+    Exactly shared + top_k heads are active a token. Keys and values stay dense. Takes fewer key heads.
+
+    Equal scores: the lowest index wins, always. A router score that is NaN counts as the lowest, so that
+    gates are never NaN. `top_k = 0` leaves the shared heads, `shared = 0` the routed ones.
+
+    Args:
+        shared: heads 0 .. shared-1, always active.
+        top_k: routed heads active for each token.
+        gates: the paper's, or those of the released vision code: renormalised over the selected and
+            times counts, so that zero routers leave each active gate at 1.
+        router: `"learned"`, or `"query_norm"` of the converted LLaMA: the heads with the largest norm
+            of their query, gates 0 or 1.
+        straight_through: the query-norm gates' gradient passes to the probabilities, as in the paper;
+            False treats the gates as constants, as the released inference code does.
+        balance: S = sum_i P_i f_i (P_i mean probability, f_i share of tokens that select i), or the
+            released multiple, routed heads times S. The gradient reaches the router through P.
+        balance_weight: with which the loss joins; the paper's 0.01.
+
+    Raises:
+        ValueError: for counts that do not fit the heads, or an unknown option.
+
+    Example:
+        >>> attn = ja.attention(ja.HeadSpec(model=8, heads=4), moh(shared=1, top_k=2))
+        >>> x = jax.random.normal(jax.random.key(1), (5, 8))
+        >>> gate = attn.query_side(attn.init(jax.random.key(0)), x).gate
+        >>> (gate[..., 0] != 0).sum(-1).tolist()
+        [3, 3, 3, 3, 3]
+
+    Where the paper is silent: the query-norm router's straight-through gradient takes the softmax of the
+    norms over their standard deviation (with 1e-6 under the root, which released code leaves out) as the
+    real-valued gate, so d gate = d softmax; its balance loss uses the same probabilities.
+
+    Source: Jin et al., 2024, sections 3.2 (equations 4 to 8) and 4.4.
+    """
+    check_option("moh: gates", gates, ("paper", "released"))
+    check_option("moh: router", router, ("learned", "query_norm"))
+    check_option("moh: balance", balance, ("paper", "released"))
+    if shared < 0 or top_k < 0 or shared + top_k < 1:
+        raise ValueError(
+            f"moh: shared = {shared}, top_k = {top_k}, expected counts of at least 0 with at least one "
+            "active head. Fix: shared >= 1 or top_k >= 1."
+        )
+    learned = router == "learned"
+
+    def adapt(sizes: ja.Sizes) -> ja.Sizes:
+        routed = sizes.output_heads - shared
+        if top_k > routed:
+            raise ValueError(
+                f"moh: top_k = {top_k} is above the {routed} routed heads (heads = {sizes.output_heads}, "
+                f"shared = {shared}). Fix: top_k <= heads - shared."
+            )
+        if not learned and (sizes.projected_by or sizes.query_heads != sizes.output_heads):
+            raise ValueError(
+                "moh: router='query_norm' reads the query of each head, but the projections have "
+                f"{sizes.query_heads} query heads for {sizes.output_heads} output heads. "
+                "Fix: router='learned'."
+            )
+        return sizes
+
+    def init(rng, at: ja.Site, dtype):
+        if not learned:
+            return {}
+        m, routed = at.sizes.spec.in_q, at.sizes.output_heads - shared
+        outs = {
+            "routed": routed if top_k else 0,
+            "shared": shared if shared > 1 or (gates == "paper" and shared) else 0,
+            "stage": 2 if shared and top_k else 0,
+        }
+        draw = jax.nn.initializers.truncated_normal(0.02)
+        keys = jax.random.split(rng, len(outs))
+        return {
+            name: draw(key, (m, size), dtype)
+            for key, (name, size) in zip(keys, outs.items(), strict=True)
+            if size
+        }
+
+    def probabilities(params, x, side: ja.QuerySide) -> Array:
+        """The router's distribution over the routed heads, [..., q, hr]."""
+        if learned:
+            return jax.nn.softmax(_finite(_score(x, params["routed"])), axis=-1)
+        query = side.query[..., shared:, :]
+        query = query.astype(jnp.promote_types(query.dtype, jnp.float32))
+        square = jnp.square(query).sum(-1)
+        safe = jnp.where(square > 0, square, 1)  # the root has no slope at 0
+        norm = jnp.where(square > 0, jnp.sqrt(safe), 0)
+        spread = jnp.square(norm - norm.mean(-1, keepdims=True)).sum(-1, keepdims=True)
+        spread = jnp.sqrt(spread / max(norm.shape[-1] - 1, 1) + 1e-6)
+        return jax.nn.softmax(_finite(norm / spread), axis=-1)
+
+    def query_side(params, x, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
+        parts = []
+        if shared:
+            parts.append(shared_gates(params, x, side))
+        if top_k:
+            parts.append(routed_gates(params, x, side))
+        elif at.sizes.output_heads > shared:
+            none = jnp.zeros((*x.shape[:-1], at.sizes.output_heads - shared), x.dtype)
+            parts.append(none)
+        gate = jnp.concatenate(parts, axis=-1)[..., None]
+        return side._replace(gate=gate if side.gate is None else side.gate * gate)
+
+    def stage_gate(params, x, number: int) -> Array:
+        if "stage" not in params:
+            return jnp.ones((*x.shape[:-1], 1), x.dtype)
+        a = jax.nn.softmax(_score(x, params["stage"]), axis=-1)[..., number, None]
+        return 2 * a if gates == "released" else a
+
+    def shared_gates(params, x, side) -> Array:
+        if not learned:
+            return jnp.ones((*x.shape[:-1], shared), x.dtype)
+        if "shared" not in params:
+            s = jnp.ones((*x.shape[:-1], shared), x.dtype)
+        else:
+            s = jax.nn.softmax(_score(x, params["shared"]), axis=-1)
+        return stage_gate(params, x, 0) * (shared * s if gates == "released" else s)
+
+    def routed_gates(params, x, side) -> Array:
+        p = probabilities(params, x, side)
+        chosen = _top(p, top_k).astype(p.dtype)
+        if not learned:  # straight through: forward the choice, backward the probability
+            return chosen + (p - jax.lax.stop_gradient(p)) if straight_through else chosen
+        picked = p * chosen
+        if gates == "released":
+            picked = top_k * picked / jnp.maximum(picked.sum(-1, keepdims=True), jnp.finfo(p.dtype).eps)
+        return stage_gate(params, x, 1) * picked
+
+    def aux(params, x, side: ja.QuerySide, at: ja.Site) -> MoHSums | None:
+        if not top_k:
+            return None
+        p = probabilities(params, x, side)
+        counted = jnp.ones(p.shape[:-1], bool) if side.valid is None else side.valid
+        counted = jnp.broadcast_to(counted, p.shape[:-1]).astype(p.dtype)
+        rows = tuple(range(p.ndim - 1))
+        entropy = -(p * jnp.log(jnp.maximum(p, jnp.finfo(p.dtype).tiny))).sum(-1)
+        weight = counted[..., None]
+        return MoHSums(
+            probability=(p * weight).sum(rows),
+            selected=(_top(p, top_k) * weight).sum(rows),
+            entropy=(entropy * counted).sum(),
+            tokens=counted.sum(),
+        )
+
+    def losses(sums: MoHSums, at: ja.Site) -> dict[str, ja.Loss]:
+        tokens = jnp.maximum(sums.tokens, 1)
+        share = jax.lax.stop_gradient(sums.selected) / tokens
+        value = (sums.probability / tokens * share).sum()
+        multiple = at.sizes.output_heads - shared if balance == "released" else 1
+        return {"balance": ja.Loss(multiple * value, balance_weight)}
+
+    def declare(at: ja.Site) -> ja.Declaration:
+        heads = at.sizes.output_heads
+        axes = {"routed": f"m h[{shared}:]", "shared": f"m h[:{shared}]", "stage": "m two"}
+        sets = (tuple(range(shared)), tuple(range(shared, heads)))
+        own = init(jax.random.key(0), at, jnp.float32)
+
+        def upgrade(mha, fresh):
+            zeros = jax.tree.map(jnp.zeros_like, fresh["heads"]["moh"])
+            return mha | {"heads": mha["heads"] | {"moh": zeros}}
+
+        if learned and gates == "released" and shared + top_k == heads:
+            exact = ja.Upgrade(upgrade)
+        else:
+            exact = ja.Upgrade(None, "only released gates with all heads active start as MHA")
+        return ja.Declaration(
+            {name: axes[name] for name in own},
+            exchangeable=tuple(s for s in sets if s),
+            upgrade=exact,
+        )
+
+    return ja.HeadTransform(
+        "moh",
+        adapt=adapt,
+        init=init,
+        query_side=query_side,
+        aux=aux,
+        losses=losses,
+        declare=declare,
+    )
+
+
+def _score(x: Array, kernel: Array) -> Array:
+    """Router scores, in at least float32: a choice should not hang on half precision."""
+    dtype = jnp.promote_types(jnp.promote_types(x.dtype, kernel.dtype), jnp.float32)
+    return contract(x.astype(dtype), kernel.astype(dtype), "... q m, m h -> ... q h")
+
+
+def _finite(scores: Array) -> Array:
+    """Scores with NaN as the lowest, so that one bad score does not spread."""
+    return jnp.where(jnp.isnan(scores), jnp.finfo(scores.dtype).min, scores)
+
+
+def _top(p: Array, k: int) -> Array:
+    """Which entries are among the k largest of the last axis; the lowest index wins a tie."""
+    if k == 0:
+        return jnp.zeros(p.shape, bool)
+    _, index = jax.lax.top_k(jax.lax.stop_gradient(p), k)
+    return jax.nn.one_hot(index, p.shape[-1], dtype=bool).any(-2)
