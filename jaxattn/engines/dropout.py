@@ -1,7 +1,7 @@
 """Dropout whose draw belongs to a query row, a head and a key, whatever computes them.
 
-Every (batch row, head, query row, run of 128 keys) has a PRNG key of its own, folded from the caller's, so
-that neither the engine, nor its blocks, nor the number of keys changes what is drawn.
+The bit of a weight is a hash of the caller's key and the numbers of its example, head, query row and key,
+so neither the engine, nor its blocks, nor the number of keys changes what is drawn.
 """
 
 import math
@@ -9,8 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import Array
-
-RUN = 128
+from jax.extend.random import threefry2x32_p
 
 
 def keep(
@@ -27,7 +26,7 @@ def keep(
     """Which weights of a block survive.
 
     Args:
-        rng: the caller's PRNG key.
+        rng: the caller's PRNG key, of any implementation.
         rate: probability that a weight is dropped.
         shared: axes among b, h, q along which one draw serves all rows.
         batch: sizes of the batch axes.
@@ -37,21 +36,20 @@ def keep(
     Returns:
         bool [..., h, q, k].
     """
-    examples = 1 if "b" in shared else math.prod(batch)
-    rows = jnp.zeros(1, jnp.int32) if "q" in shared else q_start + jnp.arange(q_size)
-    first = k_start // RUN
-    runs = (k_size + 2 * RUN - 2) // RUN  # enough wherever in its run the block begins
-    keys = rng
-    for index in (
-        jnp.arange(examples),
-        jnp.arange(1 if "h" in shared else heads),
-        rows,
-        first + jnp.arange(runs),
-    ):
-        keys = _fold(keys, index)
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, (RUN,)))(keys.reshape(-1))
-    kept = kept.reshape(*keys.shape[:-1], runs * RUN)
-    kept = jax.lax.dynamic_slice_in_dim(kept, k_start - first * RUN, k_size, axis=-1)
+    seed = jax.random.bits(rng, (2,), jnp.uint32)
+    example, head, row = (
+        jnp.zeros(1, jnp.uint32) if axis in shared else first + jnp.arange(size).astype(jnp.uint32)
+        for axis, first, size in (
+            ("b", jnp.uint32(0), math.prod(batch)),
+            ("h", jnp.uint32(0), heads),
+            ("q", jnp.asarray(q_start, jnp.uint32), q_size),
+        )
+    )
+    key = jnp.asarray(k_start, jnp.uint32) + jnp.arange(k_size).astype(jnp.uint32)
+    owner = _hash(seed[0], seed[1], example[:, None], head[None, :])
+    line = _hash(owner[0][..., None], owner[1][..., None], row, jnp.uint32(0))
+    bits, _ = _hash(line[0][..., None], line[1][..., None], key, jnp.uint32(1))
+    kept = bits < jnp.uint32(min(round((1 - rate) * 2**32), 2**32 - 1))
     kept = jnp.broadcast_to(kept, (math.prod(batch), heads, q_size, k_size))
     return kept.reshape(*batch, heads, q_size, k_size)
 
@@ -61,9 +59,8 @@ def scaled(x: Array, kept: Array, rate: float) -> Array:
     return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
-def _fold(keys: Array, index: Array) -> Array:
-    """One key for each pair of a key and an index: keys [...] -> [..., n]."""
-    fold = jax.vmap(jax.random.fold_in, (None, 0))
-    for _ in range(keys.ndim):
-        fold = jax.vmap(fold, (0, None))
-    return fold(keys, index)
+def _hash(*words: Array) -> tuple[Array, Array]:
+    """Two words from four, each output bit depending on every input bit (Threefry-2x32)."""
+    shape = jnp.broadcast_shapes(*(w.shape for w in words))
+    a, b = threefry2x32_p.bind(*(jnp.broadcast_to(w, shape) for w in words))
+    return a, b
