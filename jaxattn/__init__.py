@@ -16,6 +16,7 @@ from jaxattn.masks import lengths as lengths
 from jaxattn.masks import padding as padding
 from jaxattn.masks import segments as segments
 from jaxattn.masks import window as window
+from jaxattn.modules import MultiHeadAttention as MultiHeadAttention
 from jaxattn.sides import Coupling as Coupling
 from jaxattn.sides import Factors as Factors
 from jaxattn.sides import KeySide as KeySide

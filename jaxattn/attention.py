@@ -183,6 +183,7 @@ class Attention(NamedTuple):
             softcap=s.softcap,
             dropout=s.dropout,
             head_dropout=s.head_dropout,
+            dropout_shared=s.dropout_shared,
         )
         for link, own, site in self._own(params):
             coupling = link.coupling(own, coupling, site)

@@ -43,7 +43,8 @@ class HeadSpec:
         qk_norm: `"rms"` or `"layer"` normalises each projected query and key head (eps 1e-6, a
             learned scale), before rotary positions.
         dropout: rate on the attention weights; `head_dropout`: rate on whole heads. Both act only
-            when a dropout key is given.
+            when a dropout key is given. dropout_shared: axes among "b", "h", "q" along which one draw
+            of the first serves all rows.
         softcap: c of c * tanh(logits / c), or None.
 
     Raises:
@@ -73,6 +74,7 @@ class HeadSpec:
     qk_norm: Literal["rms", "layer"] | None = None
     dropout: float = 0.0
     head_dropout: float = 0.0
+    dropout_shared: tuple[Literal["b", "h", "q"], ...] = ()
     softcap: float | None = None
 
     def __post_init__(self):
