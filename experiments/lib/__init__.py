@@ -1,0 +1,1 @@
+"""What the scripts share: text, batches, model, training, run folder, report. Not public."""
