@@ -8,6 +8,8 @@ from jaxattn.attention import Attention as Attention
 from jaxattn.attention import Aux as Aux
 from jaxattn.attention import attention as attention
 from jaxattn.engines import ENGINES as ENGINES
+from jaxattn.ledger import Ledger as Ledger
+from jaxattn.ledger import ledger as ledger
 from jaxattn.masks import Mask as Mask
 from jaxattn.masks import causal as causal
 from jaxattn.masks import everything as everything
@@ -26,6 +28,7 @@ from jaxattn.sides import QuerySide as QuerySide
 from jaxattn.spec import HeadSpec as HeadSpec
 from jaxattn.spec import Rotary as Rotary
 from jaxattn.spec import Sizes as Sizes
+from jaxattn.spec import Stage as Stage
 from jaxattn.transform import Declaration as Declaration
 from jaxattn.transform import HeadTransform as HeadTransform
 from jaxattn.transform import Loss as Loss

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jaxattn import project
@@ -237,7 +238,9 @@ class Attention(NamedTuple):
         else:
             q_positions, k_positions = positions, positions if x_kv is None else None
         if valid is not None:
-            check_axes("mask: padding", valid, "... k", fix="one entry a source row", k=rows.shape[-2])
+            check_axes(
+                "mask: padding", valid, "... k", fix="one entry a source row", k=rows.shape[-2]
+            )
         q_valid = valid if x_kv is None else None
         query_side = self.query_side(params, x_q, q_valid, q_positions)
         key_side = self.key_side(params, source, valid, k_positions)
@@ -371,7 +374,7 @@ def _scale(params: PyTree, name: str) -> Array | None:
 
 def _refuse_overflow(x_q: Array, y: Array) -> None:
     """float16 holds 65504 at most; outside of jit an overflow is seen, and said."""
-    if y.dtype != jnp.float16 or isinstance(y, jax.core.Tracer):
+    if y.dtype != jnp.float16 or isinstance(y, Tracer):
         return
     if bool(jnp.isfinite(x_q).all()) and not bool(jnp.isfinite(y).all()):
         raise FloatingPointError(

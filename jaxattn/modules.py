@@ -1,6 +1,6 @@
 """The Flax NNX face: parameters live in a module, all mathematics in `jaxattn.attention`."""
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -92,14 +92,14 @@ class MultiHeadAttention(nnx.Module):
         spec = HeadSpec(
             model=in_features,
             heads=num_heads,
-            kv_heads=num_kv_heads,
+            kv_heads=cast(Any, num_kv_heads),
             d_qk=qkv_features // num_heads,
             d_v=qkv_features // num_heads if d_v is None else d_v,
             in_k=kv_features,
             in_v=kv_features,
-            out=out_features,
+            out=cast(Any, out_features),
             use_bias=use_bias,
-            scale=scale,
+            scale=cast(Any, scale),
             rotary=rotary,
             qk_norm="layer" if normalize_qk and qk_norm is None else qk_norm,
             dropout=dropout_rate,
@@ -147,7 +147,9 @@ class MultiHeadAttention(nnx.Module):
         if inputs_k is not None:
             source = inputs_k if inputs_v is None else (inputs_k, inputs_v)
         elif inputs_v is not None:
-            raise ValueError("inputs_v: given without inputs_k. Fix: give inputs_k too, or neither.")
+            raise ValueError(
+                "inputs_v: given without inputs_k. Fix: give inputs_k too, or neither."
+            )
         params, (inputs_q, source) = self.params(), (inputs_q, source)
         if self.dtype is not None:
             params, inputs_q, source = _cast((params, inputs_q, source), self.dtype)
@@ -184,7 +186,9 @@ class MultiHeadAttention(nnx.Module):
             return None
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
-            raise ValueError("rngs: training with dropout needs a PRNG key. Fix: rngs=nnx.Rngs(...).")
+            raise ValueError(
+                "rngs: training with dropout needs a PRNG key. Fix: rngs=nnx.Rngs(...)."
+            )
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
 

@@ -100,7 +100,9 @@ def rotate(heads: Array, rotary: Rotary | None, position: Array | None, block: i
     angle = position[..., None, None, None].astype(dtype) * frequency
     blocks = einops.rearrange(heads, "... t h (n d) -> ... t h n d", d=block).astype(dtype)
     turned, rest = blocks[..., :width], blocks[..., width:]
-    pairs = {"half": "... (two j) -> two ... j", "adjacent": "... (j two) -> two ... j"}[rotary.pairs]
+    pairs = {"half": "... (two j) -> two ... j", "adjacent": "... (j two) -> two ... j"}[
+        rotary.pairs
+    ]
     a, b = einops.rearrange(turned, pairs, two=2)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     turned = jnp.stack([a * cos - b * sin, a * sin + b * cos])
@@ -114,7 +116,7 @@ def normalize(heads: Array, kind: str | None, scale: Array | None) -> Array:
 
     rms: x / sqrt(mean(x^2) + eps) * scale;  layer: the same after the mean is taken away.
     """
-    if kind is None:
+    if kind is None or scale is None:
         return heads
     x = heads.astype(jnp.promote_types(heads.dtype, jnp.float32))
     if kind == "layer":

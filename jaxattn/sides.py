@@ -49,6 +49,7 @@ class QuerySide(NamedTuple):
         valid: [..., q] bool, False for padding rows (they count in no statistic).
         position: [..., q] integers; None is 0, 1, 2, ...
         head: [..., q, a] indices of the active heads, where only those are held.
+        notes: what a transform keeps for its own `aux`, by its name; engines do not read it.
     """
 
     query: Array
@@ -58,6 +59,7 @@ class QuerySide(NamedTuple):
     valid: Array | None = None
     position: Array | None = None
     head: Array | None = None
+    notes: dict[str, PyTree] = {}  # noqa: RUF012  (replaced, never written to)
 
 
 class KeySide(NamedTuple):
@@ -167,10 +169,12 @@ def map_rows(function: Callable[[Array, int], Array], side: PyTree) -> PyTree:
     )
 
 
-def _map_factors(function: Callable[[Array, int], Array], factors: Factors | None):
+def _map_factors(
+    function: Callable[[Array, int], Array], factors: Factors | None
+) -> Factors | None:
     if factors is None:
         return None
-    trailing = Factors(down=4, up=4, diag=2, dense=3)
+    trailing = (4, 4, 2, 3)  # of down, up, diag, dense
     return Factors(
-        *(x if x is None else function(x, -axis) for x, axis in zip(factors, trailing, strict=True))
+        *(None if x is None else function(x, -n) for x, n in zip(factors, trailing, strict=True))
     )

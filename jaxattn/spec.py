@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxattn.axes import check_option
+
+DERIVED: Any = None  # a size left out; HeadSpec resolves it
 
 
 class Rotary(NamedTuple):
@@ -57,19 +59,19 @@ class HeadSpec:
 
     model: int
     heads: int
-    kv_heads: int | None = None
-    d_qk: int | None = None
-    d_v: int | None = None
-    in_q: int | None = None
-    in_k: int | None = None
-    in_v: int | None = None
-    out: int | None = None
+    kv_heads: int = DERIVED
+    d_qk: int = DERIVED
+    d_v: int = DERIVED
+    in_q: int = DERIVED
+    in_k: int = DERIVED
+    in_v: int = DERIVED
+    out: int = DERIVED
     use_bias: bool = False
-    bias_q: bool | None = None
-    bias_k: bool | None = None
-    bias_v: bool | None = None
-    bias_out: bool | None = None
-    scale: float | None = None
+    bias_q: bool = DERIVED
+    bias_k: bool = DERIVED
+    bias_v: bool = DERIVED
+    bias_out: bool = DERIVED
+    scale: float = DERIVED
     rotary: Rotary | None = None
     qk_norm: Literal["rms", "layer"] | None = None
     dropout: float = 0.0
@@ -96,7 +98,7 @@ class HeadSpec:
             fill(self, "kv_heads", self.heads)
         for name in ("kv_heads", "d_qk", "d_v", "in_q", "in_k", "in_v", "out"):
             _check_size(name, getattr(self, name))
-        if self.heads % self.kv_heads:  # pyright: ignore[reportOperatorIssue]
+        if self.heads % self.kv_heads:
             raise ValueError(
                 f"HeadSpec: heads = {self.heads} does not divide by kv_heads = {self.kv_heads}. "
                 "Fix: each key head must serve the same number of query heads."
@@ -105,14 +107,16 @@ class HeadSpec:
             if getattr(self, name) is None:
                 fill(self, name, self.use_bias)
         if self.scale is None:
-            fill(self, "scale", 1 / math.sqrt(self.d_qk))  # pyright: ignore[reportArgumentType]
+            fill(self, "scale", 1 / math.sqrt(self.d_qk))
         for name in ("dropout", "head_dropout"):
             check_rate(f"HeadSpec: {name}", getattr(self, name))
         check_option("HeadSpec: qk_norm", self.qk_norm, (None, "rms", "layer"))
         if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"HeadSpec: softcap = {self.softcap}, expected a positive number or None.")
+            raise ValueError(
+                f"HeadSpec: softcap = {self.softcap}, expected a positive number or None."
+            )
         if self.rotary is not None:
-            _check_rotary(self.rotary, self.d_qk)  # pyright: ignore[reportArgumentType]
+            _check_rotary(self.rotary, self.d_qk)
 
 
 class Stage(NamedTuple):
@@ -147,6 +151,8 @@ class Sizes(NamedTuple):
     output_width: int
     pre: tuple[Stage, ...] = ()
     post: tuple[Stage, ...] = ()
+    # Output heads with a gate that is not 0 for a token; None is all.
+    active_heads: int | None = None
     # Names of transforms that redefined the projections; a second one has nothing to stand on.
     projected_by: tuple[str, ...] = ()
     # A transform whose key bias left out what is constant over keys; no pre mix may follow it.

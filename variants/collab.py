@@ -117,7 +117,9 @@ def collab(
     def upgrade_at(sizes: ja.Sizes) -> ja.Upgrade:
         spec = sizes.spec
         if sizes.qk_width != spec.heads * spec.d_qk:
-            return ja.Upgrade(None, f"width {sizes.qk_width} is below heads * d_qk = {spec.heads * spec.d_qk}")
+            return ja.Upgrade(
+                None, f"width {sizes.qk_width} is below heads * d_qk = {spec.heads * spec.d_qk}"
+            )
         if spec.bias_q and (spec.rotary is not None or not content_bias):
             return ja.Upgrade(None, "a query bias needs the content bias, and no rotary positions")
 
@@ -130,7 +132,9 @@ def collab(
             if content_bias:
                 own["content_bias"] = jnp.zeros((spec.in_k, spec.heads), kernel.dtype)
             if content_bias and "bias" in mha["query"]:
-                own["content_bias"] = einops.einsum(kernel, mha["query"]["bias"], "m h d, h d -> m h")
+                own["content_bias"] = einops.einsum(
+                    kernel, mha["query"]["bias"], "m h d, h d -> m h"
+                )
             heads = mha["heads"] | {"collab": own}
             return mha | {"query": packed("query"), "key": packed("key"), "heads": heads}
 

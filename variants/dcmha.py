@@ -94,7 +94,9 @@ def dcmha(
             u = 2 * rank * n
             params[site] = {}
             for side, m in widths.items():
-                draw = functools.partial(_normal, jax.random.fold_in(rng, 2 * number + (side == "key")), dtype)
+                draw = functools.partial(
+                    _normal, jax.random.fold_in(rng, 2 * number + (side == "key")), dtype
+                )
                 small = 0.02 / (u**0.5 * (n + rank))
                 params[site][side] = {
                     "hidden": draw(0, (m, groups, u), (2 / (m + u)) ** 0.5),
@@ -116,7 +118,9 @@ def dcmha(
 
     def factors(params, x) -> ja.Factors:
         """The row factors of one stage and side: x [..., n, m]."""
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(x.dtype, leaf.dtype)), params)
+        params = jax.tree.map(
+            lambda leaf: leaf.astype(jnp.promote_types(x.dtype, leaf.dtype)), params
+        )
         hidden = contract(x, params["hidden"], "... n m, m g u -> ... n g u")
         hidden = jax.nn.gelu(hidden, approximate=gelu == "tanh")
         expand = functools.partial(einops.rearrange, pattern="u r (g i) -> g u r i", g=groups)
@@ -132,7 +136,9 @@ def dcmha(
         changes = {}
         for site in stages:
             mix = ja.Mix(params[site]["static"], skip=True)
-            changes[site] = place(getattr(coupling, site), at.pre if site == "pre" else at.post, mix)
+            changes[site] = place(
+                getattr(coupling, site), at.pre if site == "pre" else at.post, mix
+            )
         return dataclasses.replace(coupling, **changes)
 
     def declare(at: ja.Site) -> ja.Declaration:
@@ -151,7 +157,9 @@ def dcmha(
         exchangeable = None if groups == 1 else tuple(
             tuple(range(g * n, (g + 1) * n)) for g in range(groups)
         )  # fmt: skip
-        exact = ja.Upgrade(upgrade) if qk_norm is None else ja.Upgrade(None, "MHA without head norms")
+        exact = (
+            ja.Upgrade(upgrade) if qk_norm is None else ja.Upgrade(None, "MHA without head norms")
+        )
         return ja.Declaration(axes, ties=frozenset(ties[s] for s in stages),
                               exchangeable=exchangeable, upgrade=exact)  # fmt: skip
 

@@ -110,7 +110,7 @@ def moh(
                 f"{sizes.query_heads} query heads for {sizes.output_heads} output heads. "
                 "Fix: router='learned'."
             )
-        return sizes
+        return sizes._replace(active_heads=shared + top_k)
 
     def init(rng, at: ja.Site, dtype):
         if not learned:
@@ -143,16 +143,20 @@ def moh(
         return jax.nn.softmax(_finite(norm / spread), axis=-1)
 
     def query_side(params, x, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
-        parts = []
+        parts, notes = [], side.notes
         if shared:
-            parts.append(shared_gates(params, x, side))
+            parts.append(shared_gates(params, x))
         if top_k:
-            parts.append(routed_gates(params, x, side))
+            p = probabilities(params, x, side)
+            chosen = _top(p, top_k)
+            parts.append(routed_gates(params, x, p, chosen.astype(p.dtype)))
+            notes = notes | {"moh": (p, chosen)}
         elif at.sizes.output_heads > shared:
             none = jnp.zeros((*x.shape[:-1], at.sizes.output_heads - shared), x.dtype)
             parts.append(none)
         gate = jnp.concatenate(parts, axis=-1)[..., None]
-        return side._replace(gate=gate if side.gate is None else side.gate * gate)
+        gate = gate if side.gate is None else side.gate * gate
+        return side._replace(gate=gate, notes=notes)
 
     def stage_gate(params, x, number: int) -> Array:
         if "stage" not in params:
@@ -160,7 +164,7 @@ def moh(
         a = jax.nn.softmax(_score(x, params["stage"]), axis=-1)[..., number, None]
         return 2 * a if gates == "released" else a
 
-    def shared_gates(params, x, side) -> Array:
+    def shared_gates(params, x) -> Array:
         if not learned:
             return jnp.ones((*x.shape[:-1], shared), x.dtype)
         if "shared" not in params:
@@ -169,20 +173,20 @@ def moh(
             s = jax.nn.softmax(_score(x, params["shared"]), axis=-1)
         return stage_gate(params, x, 0) * (shared * s if gates == "released" else s)
 
-    def routed_gates(params, x, side) -> Array:
-        p = probabilities(params, x, side)
-        chosen = _top(p, top_k).astype(p.dtype)
+    def routed_gates(params, x, p: Array, chosen: Array) -> Array:
         if not learned:  # straight through: forward the choice, backward the probability
             return chosen + (p - jax.lax.stop_gradient(p)) if straight_through else chosen
         picked = p * chosen
         if gates == "released":
-            picked = top_k * picked / jnp.maximum(picked.sum(-1, keepdims=True), jnp.finfo(p.dtype).eps)
+            picked = (
+                top_k * picked / jnp.maximum(picked.sum(-1, keepdims=True), jnp.finfo(p.dtype).eps)
+            )
         return stage_gate(params, x, 1) * picked
 
     def aux(params, x, side: ja.QuerySide, at: ja.Site) -> MoHSums | None:
         if not top_k:
             return None
-        p = probabilities(params, x, side)
+        p, chosen = side.notes["moh"]
         counted = jnp.ones(p.shape[:-1], bool) if side.valid is None else side.valid
         counted = jnp.broadcast_to(counted, p.shape[:-1]).astype(p.dtype)
         rows = tuple(range(p.ndim - 1))
@@ -190,7 +194,7 @@ def moh(
         weight = counted[..., None]
         return MoHSums(
             probability=(p * weight).sum(rows),
-            selected=(_top(p, top_k) * weight).sum(rows),
+            selected=(chosen * weight).sum(rows),
             entropy=(entropy * counted).sum(),
             tokens=counted.sum(),
         )

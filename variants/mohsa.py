@@ -69,7 +69,11 @@ def mohsa(overlap: int = 4, beyond_neighbours: bool = False) -> ja.HeadTransform
         return side._replace(key=widen(side.key, overlap), value=widen(side.value, overlap))
 
     def declare(at: ja.Site) -> ja.Declaration:
-        exact = ja.Upgrade() if overlap == 0 else ja.Upgrade(None, "neighbours' channels enter the scores")
+        exact = (
+            ja.Upgrade()
+            if overlap == 0
+            else ja.Upgrade(None, "neighbours' channels enter the scores")
+        )
         return ja.Declaration(exchangeable=(), upgrade=exact)
 
     return ja.HeadTransform(

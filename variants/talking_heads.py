@@ -95,25 +95,30 @@ def talking_heads(
             )
         return sizes if shared else sizes._replace(value_heads=sizes.output_heads)
 
-    def stage_of(at: ja.Site, site: str):
-        return {"pre": (at.sizes.pre, at.pre), "post": (at.sizes.post, at.post)}[site]
+    def stage_of(at: ja.Site, site: str) -> tuple[ja.Stage, int]:
+        claimed, index = (at.sizes.pre, at.pre) if site == "pre" else (at.sizes.post, at.post)
+        assert index is not None
+        return claimed[index], index
 
     def init_params(rng, at: ja.Site, dtype):
         params = {}
         widths = {"query": at.sizes.spec.in_q, "key": at.sizes.spec.in_k}
         for site in stages:
-            all_stages, index = stage_of(at, site)
-            i, o = all_stages[index]
+            (i, o), _ = stage_of(at, site)
             leaves = {"kernel": jnp.eye(i, o, dtype=dtype)}
             if init == "paper":
                 kernel_key = jax.random.fold_in(rng, len(params))
-                leaves["kernel"] = jax.random.normal(kernel_key, (i, o), dtype) / jnp.sqrt(i).astype(dtype)
+                leaves["kernel"] = jax.random.normal(kernel_key, (i, o), dtype) / jnp.sqrt(
+                    i
+                ).astype(dtype)
             if bias:
                 leaves["bias"] = jnp.zeros(o, dtype)
             for side, width in widths.items():
                 if f"{site}_{side}" in dynamic:
                     leaf_key = jax.random.fold_in(rng, 2 + DYNAMIC.index(f"{site}_{side}"))
-                    leaves[side] = 0.1 / (width * i) ** 0.5 * jax.random.normal(leaf_key, (width, i, o), dtype)
+                    leaves[side] = (
+                        0.1 / (width * i) ** 0.5 * jax.random.normal(leaf_key, (width, i, o), dtype)
+                    )
             params[site] = leaves
         return params
 
@@ -145,16 +150,22 @@ def talking_heads(
                 leaves["bias"] = o
             leaves |= {s: f"m {i} {o}" for s in ("query", "key") if f"{site}_{s}" in dynamic}
             axes[site] = leaves
-        square = all(i == o for site in stages for i, o in [stage_of(at, site)[0][stage_of(at, site)[1]]])
+        square = all(i == o for (i, o), _ in (stage_of(at, site) for site in stages))
 
         def upgrade(mha, fresh):
             own = {}
             for site in stages:
                 leaves = jax.tree.map(jnp.zeros_like, fresh["heads"]["talking_heads"][site])
-                own[site] = leaves | {"kernel": jnp.eye(leaves["kernel"].shape[0], dtype=leaves["kernel"].dtype)}
+                own[site] = leaves | {
+                    "kernel": jnp.eye(leaves["kernel"].shape[0], dtype=leaves["kernel"].dtype)
+                }
             return mha | {"heads": mha["heads"] | {"talking_heads": own}}
 
-        exact = ja.Upgrade(upgrade) if square else ja.Upgrade(None, "head counts differ from those of MHA")
+        exact = (
+            ja.Upgrade(upgrade)
+            if square
+            else ja.Upgrade(None, "head counts differ from those of MHA")
+        )
         return ja.Declaration(axes=axes, upgrade=exact)
 
     return ja.HeadTransform(

@@ -133,7 +133,9 @@ def _rows(call: Call, q_start: int | Array, k_start: int | Array, k_size: int) -
     tiles = _tiles(call, visible, k_size)
 
     def tile_call(start, size):
-        part = map_rows(lambda x, axis: jax.lax.slice_in_dim(x, start, start + size, axis=axis), keys)
+        part = map_rows(
+            lambda x, axis: jax.lax.slice_in_dim(x, start, start + size, axis=axis), keys
+        )
         return call._replace(key=part, bias=_cut_bias(call.bias, 0, q_size, start, size))
 
     logits = [
@@ -143,7 +145,9 @@ def _rows(call: Call, q_start: int | Array, k_start: int | Array, k_size: int) -
     weights = formula.softmax(jnp.concatenate(logits, axis=-1), visible)
 
     def values(start, size):
-        span = functools.partial(jax.lax.slice_in_dim, start_index=start, limit_index=start + size, axis=-1)
+        span = functools.partial(
+            jax.lax.slice_in_dim, start_index=start, limit_index=start + size, axis=-1
+        )
         seen = span(visible) if visible.shape[-1] == k_size else visible
         part = tile_call(start, size)
         _, used = formula.post(part, span(weights), seen, q_start, k_start + start)

@@ -95,7 +95,7 @@ def _dynamic(x: Array, factors: Factors, n: str) -> Array:
     return sum(terms[1:], terms[0])
 
 
-def logits(call: Call, q_start: int | Array, k_start: int) -> tuple[Array, Array]:
+def logits(call: Call, q_start: int | Array, k_start: int | Array) -> tuple[Array, Array]:
     """Scaled logits before and after the pre mixes, bias and soft cap, of the call's own rows.
 
     Args:
@@ -136,7 +136,7 @@ def softmax(x: Array, visible: Array) -> Array:
     return raised / jnp.where(total == 0, 1, total)
 
 
-def post(call: Call, weights: Array, visible: Array, q_start: int | Array, k_start: int):
+def post(call: Call, weights: Array, visible: Array, q_start: int | Array, k_start: int | Array):
     """Post mixes, re-masking and dropout; weights [..., hs, q, k] to what is seen and what is used.
 
     Returns:
@@ -158,7 +158,7 @@ def post(call: Call, weights: Array, visible: Array, q_start: int | Array, k_sta
     return seen, used
 
 
-def _drop(call: Call, weights: Array, q_start: int | Array, k_start: int) -> Array:
+def _drop(call: Call, weights: Array, q_start: int | Array, k_start: int | Array) -> Array:
     rate = call.coupling.dropout
     if call.dropout_key is None or rate == 0:
         return weights

@@ -92,7 +92,9 @@ def _row(call: Call, query, key, visible, bias, kept) -> tuple[Array, dict[str, 
             out.append(used[h] * key_row.value[of].astype(dtype))
         return mixed, jnp.stack(out)
 
-    mixed, parts = jax.lax.map(pair_weights, (weights, key, visible.T, None if kept is None else kept.T))
+    mixed, parts = jax.lax.map(
+        pair_weights, (weights, key, visible.T, None if kept is None else kept.T)
+    )
     values = dict(logits=raw, mixed_logits=logits, weights=weights, mixed_weights=mixed)
     return parts.sum(0), {name: x.T for name, x in values.items()}
 

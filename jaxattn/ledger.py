@@ -1,0 +1,233 @@
+"""ledger: parameters, multiply-accumulates, elements and bytes of one sublayer, from its form's shapes."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+from jax.typing import DTypeLike
+
+from jaxattn.attention import Attention
+from jaxattn.count import macs
+from jaxattn.sides import Coupling, Factors, KeySide, Mix, QuerySide
+
+PyTree = Any
+
+
+class Ledger(NamedTuple):
+    """What one forward pass holds and does. Prints as a table; `as_dict` is plain data.
+
+    Attributes:
+        sizes: batch, q_len, k_len and head counts.
+        parameters: elements of each group of leaves.
+        macs: multiply-accumulates of each contraction; a MAC is one multiply and one add.
+        products: elementwise products (diagonal factors, gates), counted apart from MACs.
+        activations: elements of each array that the form or the formula makes.
+        score_elements: elements of the first logits tensor, B * hl * q * k.
+        cache_elements: elements of the stored key side for each source row.
+        parameter_bytes: of the leaves in their type.
+        heads: output heads that are executed, and how many are active (gate not zero) for a token.
+    """
+
+    sizes: dict[str, int]
+    parameters: dict[str, int]
+    macs: dict[str, int]
+    products: dict[str, int]
+    activations: dict[str, int]
+    score_elements: int
+    cache_elements: int
+    parameter_bytes: int
+    heads: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, with the totals: for JSON, or to compare."""
+        data: dict[str, Any] = self._asdict()
+        for name in ("parameters", "macs", "products", "activations"):
+            data[f"total_{name}"] = sum(data[name].values())
+        return data
+
+    def __str__(self) -> str:
+        s = self.sizes
+        lines = [
+            f"attention ledger: batch {s['batch']}, q {s['q_len']}, k {s['k_len']}, "
+            f"heads {self.heads['executed']} executed, {self.heads['active']} active"
+        ]
+        for title, group in (
+            ("parameters", self.parameters),
+            ("MACs", self.macs),
+            ("elementwise products", self.products),
+            ("activation elements", self.activations),
+        ):
+            lines.append(f"{title:<28}{sum(group.values()):>16,}")
+            lines += [f"  {name:<26}{count:>16,}" for name, count in group.items() if count]
+        lines.append(f"{'score elements':<28}{self.score_elements:>16,}")
+        lines.append(f"{'cache elements a token':<28}{self.cache_elements:>16,}")
+        lines.append(f"{'parameter bytes':<28}{self.parameter_bytes:>16,}")
+        return "\n".join(lines)
+
+
+def ledger(
+    attn: Attention,
+    batch: int,
+    q_len: int,
+    k_len: int,
+    *,
+    dtype: DTypeLike = jnp.float32,
+) -> Ledger:
+    """Count one forward pass of an attention sublayer.
+
+    Every number comes from shapes: of the parameters, of the two sides, of the coupling. Terms that
+    transforms add to the sides are the dot products in their traced programs, named by what they make.
+    A mask takes nothing away: these are the counts of the whole score rectangle.
+
+    Args:
+        attn: what `attention` made.
+        batch, q_len, k_len: rows; self-attention where both lengths are those of one state.
+        dtype: of the parameters, for bytes.
+
+    Example:
+        >>> from jaxattn.attention import attention
+        >>> from jaxattn.spec import HeadSpec
+        >>> spec = HeadSpec(model=6, heads=2, d_qk=3, d_v=2, use_bias=True)
+        >>> book = ledger(attention(spec), batch=2, q_len=3, k_len=4)
+        >>> sum(book.parameters.values()), book.parameter_bytes, sum(book.macs.values())
+        (142, 568, 1080)
+
+    Source: the accounting of Q, K, V and O by contracted dimensions; DESIGN's law 11 checks it against the
+    dot products of the traced program.
+    """
+    spec = attn.spec
+    params = jax.eval_shape(lambda: attn.init(jax.random.key(0), dtype))
+    x_q = ShapeDtypeStruct((batch, q_len, spec.in_q), dtype)
+    x_k = ShapeDtypeStruct((batch, k_len, spec.in_k), dtype)
+    x_v = ShapeDtypeStruct((batch, k_len, spec.in_v), dtype)
+    query = jax.eval_shape(attn.query_side, params, x_q)
+    stored = jax.eval_shape(attn.key_side, params, (x_k, x_v))
+    key = jax.eval_shape(attn.expand, stored)
+    coupling = jax.eval_shape(attn.coupling, params)
+    out_kernel = params["out"]["kernel"]
+    pairs = batch * q_len * k_len
+    stages = _stages(query, key, coupling, pairs)
+
+    terms = {
+        "query projection": batch * q_len * math.prod(params["query"]["kernel"].shape),
+        "key projection": batch * k_len * math.prod(params["key"]["kernel"].shape),
+        "value projection": batch * k_len * math.prod(params["value"]["kernel"].shape),
+        **_side_macs(attn, params, x_q, x_k, x_v),
+        "scores": pairs * query.query.shape[-2] * query.query.shape[-1],
+        **stages.macs,
+        "values": pairs * stages.heads * key.value.shape[-1],
+        "output projection": batch * q_len * math.prod(out_kernel.shape),
+    }
+    products = dict(stages.products)
+    if query.gate is not None:
+        products["gates"] = batch * q_len * stages.heads * key.value.shape[-1]
+    activations = {
+        **_elements("query side", query._replace(notes={})),
+        **_elements("key side", key),
+        **stages.activations,
+        "heads": batch * q_len * stages.heads * key.value.shape[-1],
+        "output": batch * q_len * out_kernel.shape[-1],
+    }
+    return Ledger(
+        sizes=dict(batch=batch, q_len=q_len, k_len=k_len, logit_heads=query.query.shape[-2]),
+        parameters={name: _size(leaves) for name, leaves in params.items()},
+        macs={name: count for name, count in terms.items() if count},
+        products=products,
+        activations=activations,
+        score_elements=pairs * query.query.shape[-2],
+        cache_elements=_size(stored) // (batch * k_len),
+        parameter_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params)),
+        heads=dict(executed=stages.heads, active=attn.sizes.active_heads or stages.heads),
+    )
+
+
+class _Stages(NamedTuple):
+    heads: int
+    macs: dict[str, int]
+    products: dict[str, int]
+    activations: dict[str, int]
+
+
+def _stages(query: QuerySide, key: KeySide, coupling: Coupling, pairs: int) -> _Stages:
+    """What happens to each pair between scores and values."""
+    heads = query.query.shape[-2]
+    counted: dict[str, int] = {"static mixes": 0, "dynamic mixes": 0}
+    diagonal = 0
+    activations = {"logits": heads * pairs}
+    for site, name in (("pre", "logits"), ("post", "weights")):
+        if site == "post":
+            activations["weights"] = heads * pairs
+        stages = zip(*(getattr(x, site) for x in (coupling, query, key)), strict=True)
+        for number, (mix, *both) in enumerate(stages):
+            static, heads_out = _mix_macs(mix, heads)
+            counted["static mixes"] += static * pairs
+            for factors in both:
+                dots, products = _factor_counts(factors)
+                counted["dynamic mixes"] += dots * pairs
+                diagonal += products * pairs
+            heads = heads_out
+            activations[f"mixed {name} {number}"] = heads * pairs
+    return _Stages(heads, counted, {"diagonal factors": diagonal} if diagonal else {}, activations)
+
+
+def _mix_macs(mix: Mix, heads: int) -> tuple[int, int]:
+    """MACs of the static map for one pair, and the heads that it leaves."""
+    if mix.matrix is None:
+        return 0, heads
+    groups = mix.matrix.shape[0] if mix.matrix.ndim == 3 else 1
+    return math.prod(mix.matrix.shape), groups * mix.matrix.shape[-1]
+
+
+def _factor_counts(factors: Factors | None) -> tuple[int, int]:
+    """MACs and elementwise products that one row's factors cost for one pair."""
+    if factors is None:
+        return 0, 0
+    dots = sum(math.prod(f.shape[-3:]) for f in (factors.down, factors.up) if f is not None)
+    if factors.dense is not None:
+        dots += math.prod(factors.dense.shape[-2:])
+    return dots, 0 if factors.diag is None else factors.diag.shape[-1]
+
+
+def _side_macs(attn: Attention, params: PyTree, x_q, x_k, x_v) -> dict[str, int]:
+    """Dot products that transforms add to the two sides, by what they make."""
+    names = {"pre": "dynamic generators", "post": "dynamic generators", "gate": "router"}
+    names |= {
+        "bias": "key bias",
+        "query": "query mixing",
+        "key": "key mixing",
+        "value": "value mixing",
+    }
+    counted = dict.fromkeys(names.values(), 0)
+    plain = attn._replace(links=(), sites=())
+    for side_of, states, x in (("query_side", x_q, x_q), ("key_side", (x_k, x_v), x_k)):
+        side = jax.eval_shape(getattr(plain, side_of), params, states)
+        for link, site in zip(attn.links, attn.sites, strict=True):
+            own = params["heads"].get(link.name, {})
+            hook = getattr(link, side_of)
+
+            def step(own, x, side, hook=hook, site=site):
+                return hook(own, x, side, site)
+
+            after = jax.eval_shape(step, own, x, side)
+            changed = [n for n in names if getattr(after, n, ()) != getattr(side, n, ())]
+            dots = macs(lambda *a, step=step: jax.tree.leaves(step(*a)), own, x, side)
+            if dots:
+                counted[names[changed[0]]] += dots
+            side = after
+    return counted
+
+
+def _elements(name: str, side: QuerySide | KeySide) -> dict[str, int]:
+    """Elements of each field of a side, row factors as one."""
+    fields: Mapping[str, Any] = side._asdict()
+    factors = _size((fields["pre"], fields["post"]))
+    rest = {f: _size(v) for f, v in fields.items() if f not in ("pre", "post")}
+    named = {f"{name}: {field}": size for field, size in rest.items() if size}
+    return named | ({f"{name}: row factors": factors} if factors else {})
+
+
+def _size(tree: PyTree) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
