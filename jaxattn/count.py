@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 
@@ -36,7 +35,7 @@ def _equation(eqn: core.JaxprEqn) -> int:
     name = eqn.primitive.name
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        left, out = jnp.shape(eqn.invars[0].aval), jnp.shape(eqn.outvars[0].aval)
+        left, out = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))  # pyright: ignore[reportAttributeAccessIssue]  (operands of a dot product are arrays)
         return math.prod(out) * math.prod(left[axis] for axis in contracted)
     bodies = [_count(body) for body in _bodies(eqn)]
     if name == "cond":

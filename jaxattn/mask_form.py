@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import functools
 import operator
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -231,16 +230,7 @@ class Mask(abc.ABC):
         return self.part if isinstance(self, Not) else Not(self)
 
 
-def tree(data: tuple[str, ...] = (), meta: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
-    """Register a dataclass: arrays are children, the rest is structure."""
-
-    def register(cls: type[T]) -> type[T]:
-        return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
-
-    return register
-
-
-@tree(data=("parts",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class And(Mask):
     """Visible in every part; no parts: everything is visible."""
@@ -274,7 +264,7 @@ class And(Mask):
         return " & ".join(f"({p!r})" if isinstance(p, Or) else repr(p) for p in self.parts)
 
 
-@tree(data=("parts",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Or(Mask):
     """Visible in at least one of two or more parts."""
@@ -305,7 +295,7 @@ class Or(Mask):
         return " | ".join(map(repr, self.parts))
 
 
-@tree(data=("part",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Not(Mask):
     """Visible where the part is not."""

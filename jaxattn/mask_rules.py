@@ -14,21 +14,21 @@ from einops import rearrange
 from jax import Array
 from jax.core import Tracer
 
-from jaxattn.mask_form import And, Fill, Frame, Mask, Named, Start, axes_text, described, tree
+from jaxattn.mask_form import And, Fill, Frame, Mask, Named, Start, axes_text, described
 
 Align = Literal["start", "end"]
 # names of the axis vocabulary that can never be a batch axis of a mask
 _NOT_BATCH = frozenset("t m d v g a r i o hl hs hv hK hV".split())
 
 
-@tree(meta=("behind", "ahead", "align"))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Band(Mask):
     """Positions decide: -ahead <= q_position - k_position < behind (None = no bound)."""
 
-    behind: int | None
-    ahead: int
-    align: str
+    behind: int | None = dataclasses.field(metadata={"static": True})
+    ahead: int = dataclasses.field(metadata={"static": True})
+    align: str = dataclasses.field(metadata={"static": True})
 
     def arrays(self) -> tuple[Named, ...]:
         return ()
@@ -67,7 +67,7 @@ class Band(Mask):
         return f"window({', '.join(filter(None, (str(self.behind), ahead, align)))})"
 
 
-@tree(data=("valid",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Padding(Mask):
     """Source rows that are real, [..., k]."""
@@ -89,7 +89,7 @@ class Padding(Mask):
         return f"padding({axes_text(self.arrays()[0])})"
 
 
-@tree(data=("n",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lengths(Mask):
     """The first n source rows are real, n [...]."""
@@ -112,7 +112,7 @@ class Lengths(Mask):
         return f"lengths({axes_text(self.arrays()[0])})"
 
 
-@tree(data=("q_ids", "k_ids"))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Segments(Mask):
     """Equal ids see each other, q_ids [..., q] and k_ids [..., k] (None: the same rows)."""
@@ -139,13 +139,13 @@ class Segments(Mask):
         return f"segments({', '.join(map(axes_text, named))})"
 
 
-@tree(data=("array",), meta=("core",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Explicit(Mask):
     """A table with named axes: batch axes, then `core`, a subset of (h, q, k) in that order."""
 
     array: Array
-    core: tuple[str, ...]
+    core: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def arrays(self) -> tuple[Named, ...]:
         return (Named("explicit(array)", self.array, self.core),)

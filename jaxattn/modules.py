@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxattn.attention import Aux, Initializer, attention
+from jaxattn.attention import Initializer, attention
 from jaxattn.masks import Mask, from_flax
 from jaxattn.spec import HeadSpec, Rotary
 from jaxattn.transform import HeadTransform, identity

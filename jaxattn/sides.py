@@ -83,18 +83,13 @@ class KeySide(NamedTuple):
     position: Array | None = None
 
 
-def _record(*static: str) -> Callable[[type], type]:
-    """A frozen dataclass that is a pytree; the named fields are static facts, not leaves."""
-
-    def register(cls: type) -> type:
-        cls = dataclasses.dataclass(frozen=True)(cls)
-        data = [f.name for f in dataclasses.fields(cls) if f.name not in static]
-        return jax.tree_util.register_dataclass(cls, data, list(static))
-
-    return register
+def _static(default: Any = dataclasses.MISSING) -> Any:
+    """A field that is a fact of the program, not a leaf of the tree."""
+    return dataclasses.field(default=default, metadata={"static": True})
 
 
-@_record("skip")
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Mix:
     """The static part of one mix stage: out = x @ matrix (+ x if skip) + bias.
 
@@ -106,18 +101,20 @@ class Mix:
 
     matrix: Array | None = None
     bias: Array | None = None
-    skip: bool = False
+    skip: bool = _static(False)
 
 
-@_record("of")
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PairBias:
     """A logit bias that positions decide: `of(params, q_position, k_position) -> [..., hs, q, k]`."""
 
     params: PyTree
-    of: Callable[[PyTree, Array, Array], Array]
+    of: Callable[[PyTree, Array, Array], Array] = _static()
 
 
-@_record("scale", "key_of", "value_of", "softcap", "dropout", "head_dropout", "dropout_site", "dropout_shared")  # fmt: skip
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Coupling:
     """What is the same for every pair: learned constants and static facts.
 
@@ -133,17 +130,17 @@ class Coupling:
         dropout_shared: axes among b, h, q whose rows share one draw.
     """
 
-    scale: float
+    scale: float = _static()
     pre: tuple[Mix, ...] = ()
     post: tuple[Mix, ...] = ()
     pair_bias: PairBias | None = None
-    key_of: tuple[int, ...] | None = None
-    value_of: tuple[int, ...] | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    head_dropout: float = 0.0
-    dropout_site: Literal["values", "softmax"] = "values"
-    dropout_shared: tuple[Literal["b", "h", "q"], ...] = ()
+    key_of: tuple[int, ...] | None = _static(None)
+    value_of: tuple[int, ...] | None = _static(None)
+    softcap: float | None = _static(None)
+    dropout: float = _static(0.0)
+    head_dropout: float = _static(0.0)
+    dropout_site: Literal["values", "softmax"] = _static("values")
+    dropout_shared: tuple[Literal["b", "h", "q"], ...] = _static(())
 
 
 def map_rows(function: Callable[[Array, int], Array], side: PyTree) -> PyTree:

@@ -83,15 +83,15 @@ def norm(head, scale, kind):
     return [x / root * s for x, s in zip(head, scale, strict=True)]
 
 
-def rotate(head, position, rotary, start=0, width=None):
-    """Rotary positions on channels start .. start+width of one head.
+def rotate(head, position, rotary, start=0, block=None):
+    """Rotary positions on the block of channels that begins at `start`: its first `rotary.width`.
 
     Pair j turns by position * base^(-2j/width); "half" pairs channel j with j + width/2,
     "adjacent" pairs 2j with 2j + 1.
     """
     if rotary is None:
         return head
-    width = width or rotary.width or len(head)
+    width = rotary.width or block or len(head)
     turned = list(head)
     for j in range(width // 2):
         first, second = (j, j + width // 2) if rotary.pairs == "half" else (2 * j, 2 * j + 1)

@@ -19,12 +19,14 @@ def reference(
     bias=None,
     groups=1,
     gelu="tanh",
+    qk_norm=None,
     pre=True,
     post=True,
 ) -> np.ndarray:
     """y[b, q, m]; visible [b, q, k]. Logits are composed before the mask, weights after softmax."""
     p, (rows_k, rows_v) = core.plain(params), core.sources(x_kv)
     own = p["heads"]["dcmha"]
+    spec = {**spec, "qk_norm": qk_norm or spec.get("qk_norm")}
     bias = None if bias is None else core.plain(bias)
     visible = np.asarray(visible)
     stages = [name for name, wanted in (("pre", pre), ("post", post)) if wanted]
