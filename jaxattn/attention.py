@@ -324,6 +324,39 @@ class Attention(NamedTuple):
         links = zip(self.links, self.sites, strict=True)
         return {link.name: link.declare(site) for link, site in links}
 
+    def axes(self) -> PyTree:
+        """The axis names of every parameter leaf, in a tree like that of `init`.
+
+        A head axis carries its kind: hl, hs, hv, hK, hV; `h` where all kinds are the same heads, and
+        `h[2:]` for heads from 2 on.
+
+        Example:
+            >>> attention(HeadSpec(model=6, heads=2)).axes()["out"]
+            {'kernel': 'hv v m'}
+        """
+        core = {
+            "query/kernel": "m hl d",
+            "query/bias": "hl d",
+            "key/kernel": "m hK d",
+            "key/bias": "hK d",
+            "value/kernel": "m hV v",
+            "value/bias": "hV v",
+            "out/kernel": "hv v m",
+            "out/bias": "m",
+            "query_ln/scale": "d",
+            "key_ln/scale": "d",
+        }
+        own = self.declare()
+        for declaration in own.values():
+            core |= declaration.core
+        params = jax.eval_shape(self.init, jax.random.key(0))
+        return {
+            group: {name: own[name].axes for name in leaves}
+            if group == "heads"
+            else {name: core[f"{group}/{name}"] for name in leaves}
+            for group, leaves in params.items()
+        }
+
     def _own(self, params: PyTree):
         """Each transform with its own parameters and its site."""
         for link, site in zip(self.links, self.sites, strict=True):

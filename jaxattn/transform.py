@@ -164,7 +164,7 @@ def flatten(transforms: tuple[HeadTransform, ...]) -> tuple[HeadTransform, ...]:
         if not isinstance(transform, HeadTransform):
             raise TypeError(
                 f"attention: got a {type(transform).__name__} as transform, expected a HeadTransform. "
-                "Fix: call the factory, for example variants.moh(shared=2, top_k=4)."
+                "Fix: pass what a factory returns, not the factory or its name."
             )
         links += flatten(transform.links) if transform.links else [transform]
     seen: dict[str, int] = {}

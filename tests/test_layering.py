@@ -1,0 +1,58 @@
+"""Imports point down: experiments -> variants -> jaxattn; and jaxattn knows no variant's name."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+import variants
+
+ROOT = pathlib.Path(__file__).parent.parent
+FORBIDDEN = {"jaxattn": {"variants", "experiments"}, "variants": {"experiments"}}
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    """Top-level packages that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_imports_point_down(package):
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    for path in files:
+        assert not imported(path) & FORBIDDEN[package], path
+
+
+def test_only_the_modules_import_flax():
+    files = [path for path in (ROOT / "jaxattn").rglob("*.py") if "flax" in imported(path)]
+    assert {path.name for path in files} <= {"modules.py", "linen.py"}
+
+
+def code_without_docstrings(path: pathlib.Path) -> str:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            if isinstance(body[0].value, ast.Constant):
+                body[0] = ast.Pass()
+    return ast.unparse(tree)
+
+
+def test_no_variant_is_named_in_jaxattn():
+    names = re.compile("|".join(rf"\b{name}\b" for name in set(variants.VARIANTS) - {"mha"}))
+    for path in (ROOT / "jaxattn").rglob("*.py"):
+        found = names.search(code_without_docstrings(path))
+        assert not found, f"{path} names {found and found.group()}"
+
+
+def test_a_planted_upward_import_is_seen(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    from variants.moh import moh\n    return moh\n")
+    assert imported(bad) & FORBIDDEN["jaxattn"]
