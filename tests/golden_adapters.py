@@ -5,6 +5,9 @@ official `in.*` and `p.*` arrays by the steps that the fixture's JSON states, ca
 returns what came out under the fixture's own keys (`out.y`, `mid.weights`, ...). The arrays may be
 traced, so a gradient taken through an adapter is one in the official orientation. Every size and
 setting is read from the JSON; what an adapter cannot express raises and names the setting.
+
+Where a fixture stores a function of what we have (an average over heads, a norm, explicit matrices
+of each pair), that function is taken of our number and says so.
 """
 
 from collections.abc import Callable
@@ -142,10 +145,13 @@ def cait(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:
     math = fixture.math(official)
     tree = projections(math)
     tree["heads"]["talking_heads"] = {
-        "pre": {"kernel": math["Pl"], "bias": math["bl"]},
-        "post": {"kernel": math["Pw"], "bias": math["bw"]},
+        site: {leaf: math[name] for leaf, name in leaves.items() if name in math}
+        for site, leaves in (
+            ("pre", {"kernel": "Pl", "bias": "bl"}),
+            ("post", {"kernel": "Pw", "bias": "bw"}),
+        )
     }
-    transform = variants.talking_heads(bias=True)
+    transform = variants.talking_heads(bias="bl" in math or "bw" in math)
     return talking(fixture, official, ask, transform, tree, spec_of(fixture, tree))
 
 
@@ -325,18 +331,21 @@ def moh_by_norm(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:
 
 def collab(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:
     """CollabHead: one shared query and key basis of width Dt, a mixing row for each head."""
-    settings, math = fixture.settings, fixture.math(official)
-    for setting, needed in (("use_layer_norm", False), ("use_dense_layer", True)):
-        if settings.get(setting, needed) != needed:
-            raise fixture.refuse(setting, f"expected {needed}")
+    math = fixture.math(official)
+    if fixture.settings.get("use_layer_norm", False):
+        raise fixture.refuse("use_layer_norm", "a norm of the output is outside the form")
+    heads, d_v = math["Mx"].shape[0], math["Wv"].shape[-1]
+    if "Wo" not in math:  # no dense layer: the output is the heads side by side
+        packed = jnp.eye(heads * d_v, dtype=math["Wv"].dtype)
+        math["Wo"] = einops.rearrange(packed, "(h v) m -> h v m", h=heads)
     for name in ("Wq", "Wk"):
         math[name] = einops.rearrange(math[name], "m c -> m 1 c")
     tree = projections(math)
-    tree["heads"]["collab"] = {"mixing": math["Mx"], "content_bias": math["Wcb"]}
-    heads, width = math["Mx"].shape
-    d_v = math["Wv"].shape[-1]
+    leaves = {"mixing": "Mx", "content_bias": "Wcb"}
+    tree["heads"]["collab"] = {leaf: math[name] for leaf, name in leaves.items() if name in math}
+    width = math["Mx"].shape[-1]
     sizes = dict(heads=heads, kv_heads=heads, d_qk=d_v)
-    transform = variants.collab(width=width)
+    transform = variants.collab(width=width, content_bias="Wcb" in math)
 
     def run(captures: dict[str, str], **changes: Any) -> Numbers:
         spec = spec_of(fixture, tree, **sizes, **changes)
@@ -354,16 +363,17 @@ def collab(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:
 def source_of_collab(fixture: Fixture, official: Numbers, ask: Ask) -> Array:
     """The multi-head attention `mha.*` that a collaborative one was made from."""
     heads, arrays = fixture.sizes["H"], fixture.arrays
-    packed = {key[4:]: jnp.asarray(arrays[key]) for key in arrays if key.startswith("mha.")}
-    kernels = einops.rearrange(packed["in_proj_weight"], "(qkv h d) m -> qkv m h d", qkv=3, h=heads)
-    biases = einops.rearrange(packed["in_proj_bias"], "(qkv h d) -> qkv h d", qkv=3, h=heads)
+    mha = {key[4:]: jnp.asarray(arrays[key]) for key in arrays if key.startswith("mha.")}
+    kernels = einops.rearrange(mha["in_proj_weight"], "(qkv h d) m -> qkv m h d", qkv=3, h=heads)
+    biases = einops.rearrange(mha["in_proj_bias"], "(qkv h d) -> qkv h d", qkv=3, h=heads)
     tree: dict[str, Any] = {"heads": {}}
     for role, kernel, bias in zip(("query", "key", "value"), kernels, biases, strict=True):
         tree[role] = {"kernel": kernel, "bias": bias}
-    out = einops.rearrange(packed["out_proj.weight"], "m (h d) -> h d m", h=heads)
-    tree["out"] = {"kernel": out, "bias": packed["out_proj.bias"]}
-    spec = spec_of(fixture, tree)
-    return sublayer(fixture, official, ask, variants.mha(), tree, spec, {})[0]["out.y"]
+    out = einops.rearrange(mha["out_proj.weight"], "m (h d) -> h d m", h=heads)
+    tree["out"] = {"kernel": out, "bias": mha["out_proj.bias"]}
+    return sublayer(fixture, official, ask, variants.mha(), tree, spec_of(fixture, tree), {})[0][
+        "out.y"
+    ]
 
 
 def mohsa(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:

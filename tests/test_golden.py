@@ -244,6 +244,6 @@ def test_golden_option_reads_the_other_folder_only(tmp_path):
         f"{names[0]}-dense": "PASSED",
         f"{names[1]}-dense": "FAILED",
         f"{names[2]}-dense": "FAILED",
-    }
+    }, report
     assert "out.y: off by" in report
     assert f"{names[2]}.npz is missing" in report
