@@ -50,7 +50,7 @@ class Options:
     """A UTF-8 text to train on (first 90 %) and validate on (last 10 %), instead of the plays."""
     sizes: Annotated[Sizes, tyro.conf.arg(name="")] = field(default_factory=Sizes)
     training: Annotated[Training, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: Training(steps=400)
+        default_factory=lambda: Training(steps=360)
     )
 
 
@@ -66,7 +66,7 @@ NOTES = [
 QUICK: dict[str, Any] = {
     "seeds": (0,),
     "sizes": Sizes(layers=2, width=64, context=64),
-    "training": Training(steps=100),
+    "training": Training(steps=300),
 }
 
 
@@ -146,7 +146,7 @@ def compiled(plan: Plan, name: str, made: model.Model, console: Console) -> Runn
     usage = program.memory_analysis()
     memory = None if usage is None else usage.temp_size_in_bytes
     console.print(f"{name}: compiled in {time.monotonic() - started:.0f} s")
-    return Runner(made, optimizer, program, model.make_evaluate(made, batch=64), memory, [])
+    return Runner(made, optimizer, program, model.make_evaluate(made, training.batch), memory, [])
 
 
 def create(plan: Plan, name: str, seed: int) -> model.Model:

@@ -146,7 +146,7 @@ def config(run: Run) -> dict[str, Any]:
 
 
 def begin(run: Run) -> None:
-    """Make the run folder, or bring it back to its last checkpoint."""
+    """Make the run folder, with what is known before the first step."""
     folder.write_json(run.folder / "config.json", config(run) | {"made_with": folder.made_with()})
     folder.write_json(
         run.folder / "ledger.json",
@@ -189,7 +189,7 @@ def fit(run: Run, console: Console) -> train.State:
     asked, text, training = run.options, run.text, run.options.training
     context, tokens_a_step = asked.sizes.context, training.batch * asked.sizes.context
     optimizer, advance = train.build(model.loss_fn(run.model), training)
-    evaluate = model.make_evaluate(run.model, batch=64)
+    evaluate = model.make_evaluate(run.model, training.batch)
     log = run.folder / "metrics.jsonl"
     started = time.monotonic()
 

@@ -292,7 +292,7 @@ def test_a_run_that_explodes_ends_with_an_error(text_file, tmp_path):
     [
         (["--heads", "3"], "--heads: got 3, expected a divisor of --width 16"),
         (["--layers", "0"], "--layers: got 0, expected a whole number of at least 1"),
-        (["--seed", "-1"], "--seed: got -1, expected a whole number of at least 0"),
+        (["--seed", "-1"], "--seed: got -1, expected a whole number from 0"),
         (["--learning-rate", "nan"], "--learning-rate: got nan, expected a positive number"),
         (["--b2", "1.0"], r"--b2: got 1.0, expected a number in \[0, 1\)"),
         (["--variant", "moh", "--moh.top-k", "4"], "top_k = 4 is above the 3 routed heads"),

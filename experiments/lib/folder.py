@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -127,8 +127,8 @@ def restore(manager: ocp.CheckpointManager, like: State) -> State | None:
     if step is None:
         return None
     target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like))
-    tree = manager.restore(step, args=ocp.args.StandardRestore(target))
-    return tree._replace(rng=jax.random.wrap_key_data(tree.rng))
+    state = cast(State, manager.restore(step, args=ocp.args.StandardRestore(target)))
+    return state._replace(rng=jax.random.wrap_key_data(state.rng))
 
 
 def run(

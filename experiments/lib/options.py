@@ -222,7 +222,7 @@ def check(sizes: Sizes, training: Training, seeds: Sequence[int], **counts: int)
         if isinstance(value, int) and name != "warmup":
             expect(name, value, value >= 1, "a whole number of at least 1")
     for seed in seeds:
-        expect("seed", seed, seed >= 0, "a whole number of at least 0")
+        expect("seed", seed, 0 <= seed < 2**31, "a whole number from 0 to 2147483647")
     expect(
         "heads", sizes.heads, sizes.width % sizes.heads == 0, f"a divisor of --width {sizes.width}"
     )
@@ -234,4 +234,4 @@ def check(sizes: Sizes, training: Training, seeds: Sequence[int], **counts: int)
     expect("warmup", t.warmup, t.warmup >= 0, "a whole number of at least 0")
     expect("weight_decay", t.weight_decay, 0 <= t.weight_decay < math.inf, "a number of at least 0")
     expect("b2", t.b2, 0 <= t.b2 < 1, "a number in [0, 1)")
-    expect("clip", t.clip, t.clip > 0, "a positive number")
+    expect("clip", t.clip, 0 < t.clip < math.inf, "a positive number")
