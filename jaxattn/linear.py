@@ -1,0 +1,123 @@
+"""A linear map that brings its own transpose and still works in every mode of JAX.
+
+`jax.custom_vjp` would give a reverse pass of its own, at the price of forward mode; this keeps both: in a
+`custom_jvp` rule the tangent is a linear map, and only its transposition is replaced.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+PyTree = Any
+
+linear_map_p = Primitive("linear_map")
+linear_map_p.multiple_results = True
+
+
+def linear_map(
+    forward: Callable[[PyTree, PyTree], PyTree],
+    transpose: Callable[[PyTree, PyTree], PyTree],
+    residuals: PyTree,
+    operands: PyTree,
+) -> PyTree:
+    """`forward(residuals, operands)`, linear in the operands, transposed by `transpose`.
+
+    <forward(r, x), y> = <x, transpose(r, y)>
+
+    Args:
+        forward: linear in its second argument.
+        transpose: from residuals and cotangents of the result to cotangents of the operands.
+        residuals: what both depend on; further derivatives pass through `forward` and `transpose`.
+        operands: what `forward` is linear in.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> scale = lambda r, x: r * x
+        >>> f = lambda x: linear_map(scale, scale, jnp.array(3.0), x)
+        >>> jax.grad(f)(2.0), jax.jvp(f, (2.0,), (1.0,))[1]
+        (Array(3., dtype=float32, weak_type=True), Array(3., dtype=float32, weak_type=True))
+    """
+    flat_residuals, residual_tree = jax.tree.flatten(residuals)
+    flat_operands, operand_tree = jax.tree.flatten(operands)
+    n = len(flat_residuals)
+    out_tree = jax.tree.structure(jax.eval_shape(forward, residuals, operands))
+
+    def flat(function: Callable, tree) -> Callable[..., list[Array]]:
+        def call(*arrays):
+            return jax.tree.leaves(
+                function(residual_tree.unflatten(arrays[:n]), tree.unflatten(arrays[n:]))
+            )
+
+        return call
+
+    out = linear_map_p.bind(
+        *flat_residuals,
+        *flat_operands,
+        forward=flat(forward, operand_tree),
+        transpose=flat(transpose, out_tree),
+        n=n,
+    )
+    return out_tree.unflatten(out)
+
+
+def _impl(*args, forward, transpose, n):
+    del transpose, n
+    return forward(*args)
+
+
+def _abstract(*avals, forward, transpose, n):
+    del transpose, n
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    return [ShapedArray(out.shape, out.dtype) for out in jax.eval_shape(forward, *shapes)]
+
+
+def _jvp(primals, tangents, *, forward, transpose, n):
+    out = linear_map_p.bind(*primals, forward=forward, transpose=transpose, n=n)
+    if all(isinstance(t, ad.Zero) for t in tangents[:n]):
+        moved = [ad.instantiate_zeros(t) for t in tangents[n:]]
+        return out, linear_map_p.bind(
+            *primals[:n], *moved, forward=forward, transpose=transpose, n=n
+        )
+    tangents = [ad.instantiate_zeros(t) for t in tangents]
+    return out, list(
+        jax.jvp(lambda *args: tuple(forward(*args)), tuple(primals), tuple(tangents))[1]
+    )
+
+
+def _transpose(cotangents, *args, forward, transpose, n):
+    residuals, operands = args[:n], args[n:]
+    cotangents = [ad.instantiate_zeros(c) for c in cotangents]
+    out = linear_map_p.bind(*residuals, *cotangents, forward=transpose, transpose=forward, n=n)
+    asked = [ad.is_undefined_primal(x) for x in operands]
+    return [None] * n + [o if wanted else None for o, wanted in zip(out, asked, strict=True)]
+
+
+def _batch(args, dims, *, forward, transpose, n):
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+
+    def transpose_rows(*args):
+        axes = (*dims[:n], *(0 for _ in args[n:]))
+        out = jax.vmap(transpose, in_axes=axes, out_axes=0, axis_size=size)(*args)
+        return [_unbatch(x, d) for x, d in zip(out, dims[n:], strict=True)]
+
+    rows = jax.vmap(forward, in_axes=tuple(dims), out_axes=0, axis_size=size)
+    out = linear_map_p.bind(*args, forward=rows, transpose=transpose_rows, n=n)
+    return out, [0] * len(out)
+
+
+def _unbatch(x: Array, dim: int | None) -> Array:
+    """A cotangent with its batch axis where the operand has it; summed where it has none."""
+    return x.sum(0) if dim is None else jax.numpy.moveaxis(x, 0, dim)
+
+
+linear_map_p.def_impl(_impl)
+linear_map_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[linear_map_p] = _jvp
+ad.primitive_transposes[linear_map_p] = _transpose
+batching.primitive_batchers[linear_map_p] = _batch
+mlir.register_lowering(linear_map_p, mlir.lower_fun(_impl, multiple_results=True))
