@@ -300,13 +300,6 @@ def gates(fixture: Fixture, official: Numbers, attn: ja.Attention, tree: dict) -
     return {"mid.gates": gate[..., 0]}
 
 
-# The released LLaMA code and the loops have no straight-through gradient: gates are constants.
-CONSTANT_GATES = ja.HeadTransform(
-    "constant_gates",
-    query_side=lambda params, x_q, side, at: side._replace(gate=jax.lax.stop_gradient(side.gate)),
-)
-
-
 def moh_by_norm(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:
     """MoH of the converted LLaMA: binary gates by the norms of the queries."""
     settings = fixture.settings
@@ -314,8 +307,8 @@ def moh_by_norm(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:
     if not settings["gate_rule"].startswith("l2 norm of q per head, binary"):
         raise fixture.refuse("gate_rule", "expected binary gates by the l2 norm of q per head")
     tree = projections(fixture.math(official))
-    routing = variants.moh(shared=shared, top_k=top_k, gates="released", router="query_norm")
-    transform = ja.chain(routing, CONSTANT_GATES)
+    # The released LLaMA code and the loops have no straight-through gradient: gates are constants.
+    transform = variants.moh(shared, top_k, router="query_norm", straight_through=False)
     tree["heads"]["moh"] = {}
     spec = spec_of(fixture, tree, rotary=rotary(fixture))
     captures = {"mid.weights": "weights"}

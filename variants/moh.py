@@ -143,13 +143,13 @@ def moh(
         return jax.nn.softmax(_finite(norm / spread), axis=-1)
 
     def query_side(params, x, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
-        parts, notes = [], side.notes
-        if shared:
-            parts.append(shared_gates(params, x))
+        of_shared, of_routed = stage_gates(params, x)
+        notes = side.notes
+        parts = [of_shared * shared_gates(params, x)] if shared else []
         if top_k:
             p = probabilities(params, x, side)
             chosen = _top(p, top_k)
-            parts.append(routed_gates(params, x, p, chosen.astype(p.dtype)))
+            parts.append(of_routed * routed_gates(p, chosen.astype(p.dtype)))
             notes = notes | {"moh": (p, chosen)}
         elif at.sizes.output_heads > shared:
             none = jnp.zeros((*x.shape[:-1], at.sizes.output_heads - shared), x.dtype)
@@ -158,30 +158,29 @@ def moh(
         gate = gate if side.gate is None else side.gate * gate
         return side._replace(gate=gate, notes=notes)
 
-    def stage_gate(params, x, number: int) -> Array:
+    def stage_gates(params, x) -> tuple[Array, Array]:
+        """What the shared and the routed heads are multiplied with, [..., q, 1] each."""
         if "stage" not in params:
-            return jnp.ones((*x.shape[:-1], 1), x.dtype)
-        a = jax.nn.softmax(_score(x, params["stage"]), axis=-1)[..., number, None]
-        return 2 * a if gates == "released" else a
+            one = jnp.ones((*x.shape[:-1], 1), x.dtype)
+            return one, one
+        a = jax.nn.softmax(_score(x, params["stage"]), axis=-1)
+        a = 2 * a if gates == "released" else a
+        return a[..., :1], a[..., 1:]
 
     def shared_gates(params, x) -> Array:
-        if not learned:
-            return jnp.ones((*x.shape[:-1], shared), x.dtype)
         if "shared" not in params:
-            s = jnp.ones((*x.shape[:-1], shared), x.dtype)
-        else:
-            s = jax.nn.softmax(_score(x, params["shared"]), axis=-1)
-        return stage_gate(params, x, 0) * (shared * s if gates == "released" else s)
+            return jnp.ones((*x.shape[:-1], shared), x.dtype)
+        s = jax.nn.softmax(_score(x, params["shared"]), axis=-1)
+        return shared * s if gates == "released" else s
 
-    def routed_gates(params, x, p: Array, chosen: Array) -> Array:
+    def routed_gates(p: Array, chosen: Array) -> Array:
         if not learned:  # straight through: forward the choice, backward the probability
             return chosen + (p - jax.lax.stop_gradient(p)) if straight_through else chosen
         picked = p * chosen
         if gates == "released":
-            picked = (
-                top_k * picked / jnp.maximum(picked.sum(-1, keepdims=True), jnp.finfo(p.dtype).eps)
-            )
-        return stage_gate(params, x, 1) * picked
+            least = jnp.finfo(p.dtype).eps
+            picked = top_k * picked / jnp.maximum(picked.sum(-1, keepdims=True), least)
+        return picked
 
     def aux(params, x, side: ja.QuerySide, at: ja.Site) -> MoHSums | None:
         if not top_k:
