@@ -86,7 +86,8 @@ LOOPS = {
 }
 
 
-def _spec(heads: int, d_qk: int, *, cross: bool = False, **more: Any) -> dict[str, Any]:
+def sizes(heads: int, d_qk: int, *, cross: bool = False, **more: Any) -> dict[str, Any]:
+    """Keyword arguments of HeadSpec, in the table's sizes."""
     source = {"in_k": SOURCE, "in_v": SOURCE} if cross else {}
     return {"model": MODEL, "heads": heads, "d_qk": d_qk, "d_v": 3, "out": OUT, **source, **more}
 
@@ -116,17 +117,17 @@ def _row(
 
 def _mha() -> list[Case]:
     row = functools.partial(_row, "mha")
-    pair = _spec(4, 6, cross=True, use_bias=True) | {"in_v": 19}
-    grouped = _spec(6, 4, cross=True, kv_heads=2, rotary=ADJACENT, qk_norm="layer")
-    part = _spec(4, 6, rotary=ja.Rotary(width=4), scale=0.7)
+    pair = sizes(4, 6, cross=True, use_bias=True) | {"in_v": 19}
+    grouped = sizes(6, 4, cross=True, kv_heads=2, rotary=ADJACENT, qk_norm="layer")
+    part = sizes(4, 6, rotary=ja.Rotary(width=4), scale=0.7)
     return [
-        row("self", _spec(4, 6)),
-        row("self_rotary_norm", _spec(4, 6, rotary=HALF, qk_norm="rms", use_bias=True)),
+        row("self", sizes(4, 6)),
+        row("self_rotary_norm", sizes(4, 6, rotary=HALF, qk_norm="rms", use_bias=True)),
         row("cross_pair", pair, {"bias_heads": 4}),
         row("gqa", grouped, {"moved": True}),
-        row("mqa_softcap", _spec(4, 6, kv_heads=1, softcap=1.5), {"bias_heads": 1}),
+        row("mqa_softcap", sizes(4, 6, kv_heads=1, softcap=1.5), {"bias_heads": 1}),
         row("part_rotary", part, {"moved": True}),
-        row("head_mask", _spec(4, 6, cross=True), {"head_mask": True}),
+        row("head_mask", sizes(4, 6, cross=True), {"head_mask": True}),
     ]
 
 
@@ -134,29 +135,29 @@ def _talking_heads() -> list[Case]:
     row = functools.partial(_row, "talking_heads")
     counts = {"softmax_heads": 6, "value_heads": 8}
     every = ("pre_query", "pre_key", "post_query", "post_key")
-    three = _spec(4, 10, cross=True, use_bias=True)
+    three = sizes(4, 10, cross=True, use_bias=True)
     return [
-        row("self_rotary", _spec(4, 6, rotary=HALF)),
+        row("self_rotary", sizes(4, 6, rotary=HALF)),
         row("three_counts", three, {"bias_heads": 6}, bias=True, **counts),
-        row("pre_only", _spec(4, 6, softcap=1.5), post=False),
-        row("post_only", _spec(4, 6, cross=True), pre=False),
-        row("dynamic", _spec(4, 6, cross=True), dynamic=every, **counts),
-        row("gqa", _spec(6, 4, cross=True, kv_heads=2)),
-        row("dynamic_two", _spec(4, 6), dynamic=("pre_key", "post_query"), bias=True),
+        row("pre_only", sizes(4, 6, softcap=1.5), post=False),
+        row("post_only", sizes(4, 6, cross=True), pre=False),
+        row("dynamic", sizes(4, 6, cross=True), dynamic=every, **counts),
+        row("gqa", sizes(6, 4, cross=True, kv_heads=2)),
+        row("dynamic_two", sizes(4, 6), dynamic=("pre_key", "post_query"), bias=True),
     ]
 
 
 def _dcmha() -> list[Case]:
     row = functools.partial(_row, "dcmha")
-    grouped = _spec(6, 4, cross=True, use_bias=True)
-    normed = _spec(4, 6, rotary=ADJACENT, softcap=1.5)
+    grouped = sizes(6, 4, cross=True, use_bias=True)
+    normed = sizes(4, 6, rotary=ADJACENT, softcap=1.5)
     return [
-        row("self_rotary", _spec(4, 6, rotary=HALF)),
+        row("self_rotary", sizes(4, 6, rotary=HALF)),
         row("groups_static", grouped, groups=2, static=True, gelu="erf", rank=1),
         row("norm", normed, {"bias_heads": 4, "moved": True}, qk_norm="rms"),
-        row("pre_only", _spec(4, 6, cross=True), post=False, rank=3),
-        row("post_only", _spec(4, 6), pre=False, static=True),
-        row("gqa", _spec(6, 4, cross=True, kv_heads=3)),
+        row("pre_only", sizes(4, 6, cross=True), post=False, rank=3),
+        row("post_only", sizes(4, 6), pre=False, static=True),
+        row("gqa", sizes(6, 4, cross=True, kv_heads=3)),
     ]
 
 
@@ -166,47 +167,47 @@ def _moh() -> list[Case]:
         options |= {"shared": shared, "top_k": top_k}
         if top_k:
             router = options.get("router", "learned")
-            sizes = {"spec": spec, "shared": shared, "top_k": top_k, "router": router}
-            loss = functools.partial(moh.balance, **sizes, form=balance)
+            known = {"spec": spec, "shared": shared, "top_k": top_k, "router": router}
+            loss = functools.partial(moh.balance, **known, form=balance)
             flags["loss"] = lambda params, x_q: weight * loss(params, x_q)
         return _row("moh", name, spec, flags, **options, balance=balance, balance_weight=weight)
 
     released = {"gates": "released"}
-    grouped = _spec(6, 4, cross=True, use_bias=True, kv_heads=2)
-    norms = _spec(6, 4, cross=True, rotary=ADJACENT, kv_heads=3, use_bias=True)
+    grouped = sizes(6, 4, cross=True, use_bias=True, kv_heads=2)
+    norms = sizes(6, 4, cross=True, rotary=ADJACENT, kv_heads=3, use_bias=True)
     return [
-        row("self_rotary", _spec(6, 4, rotary=HALF), 2, 3),
+        row("self_rotary", sizes(6, 4, rotary=HALF), 2, 3),
         row("released_gqa", grouped, 2, 3, balance="released", weight=0.7, **released),
-        row("routed_only", _spec(6, 4), 0, 2, weight=0.3),
-        row("released_routed_only", _spec(6, 4), 0, 2, **released),
-        row("one_shared", _spec(4, 6, cross=True), 1, 2),
-        row("released_one_shared", _spec(4, 6), 1, 2, balance="released", **released),
-        row("shared_only", _spec(4, 6), 3, 0),
-        row("released_shared_only", _spec(4, 6, cross=True), 4, 0, **released),
+        row("routed_only", sizes(6, 4), 0, 2, weight=0.3),
+        row("released_routed_only", sizes(6, 4), 0, 2, **released),
+        row("one_shared", sizes(4, 6, cross=True), 1, 2),
+        row("released_one_shared", sizes(4, 6), 1, 2, balance="released", **released),
+        row("shared_only", sizes(4, 6), 3, 0),
+        row("released_shared_only", sizes(4, 6, cross=True), 4, 0, **released),
         row("query_norm", norms, 1, 2, {"moved": True}, router="query_norm"),
-        row("inference", _spec(4, 6), 1, 1, router="query_norm", straight_through=False),
+        row("inference", sizes(4, 6), 1, 1, router="query_norm", straight_through=False),
     ]
 
 
 def _collab() -> list[Case]:
     row = functools.partial(_row, "collab")
-    blocks = _spec(4, 6, rotary=ADJACENT, softcap=1.5)
+    blocks = sizes(4, 6, rotary=ADJACENT, softcap=1.5)
     return [
-        row("self", _spec(4, 6, use_bias=True), width=10),
-        row("cross_scale", _spec(4, 6, cross=True, scale=0.9), {"bias_heads": 4}, width=19),
+        row("self", sizes(4, 6, use_bias=True), width=10),
+        row("cross_scale", sizes(4, 6, cross=True, scale=0.9), {"bias_heads": 4}, width=19),
         row("rotary_blocks", blocks, {"moved": True}, width=18, content_bias=False),
-        row("full_width", _spec(4, 6, rotary=HALF), width=24, content_bias=False),
+        row("full_width", sizes(4, 6, rotary=HALF), width=24, content_bias=False),
     ]
 
 
 def _mohsa() -> list[Case]:
     row = functools.partial(_row, "mohsa")
-    beyond = _spec(4, 6, cross=True, rotary=ADJACENT, use_bias=True, scale=0.2)
-    whole = _spec(4, 6, rotary=HALF, softcap=1.5) | {"d_v": 8}
+    beyond = sizes(4, 6, cross=True, rotary=ADJACENT, use_bias=True, scale=0.2)
+    whole = sizes(4, 6, rotary=HALF, softcap=1.5) | {"d_v": 8}
     return [
-        row("self_rotary", _spec(4, 6, rotary=ADJACENT), overlap=2),
-        row("none", _spec(4, 6, cross=True, use_bias=True), overlap=0),
-        row("narrow", _spec(4, 6), overlap=3),
+        row("self_rotary", sizes(4, 6, rotary=ADJACENT), overlap=2),
+        row("none", sizes(4, 6, cross=True, use_bias=True), overlap=0),
+        row("narrow", sizes(4, 6), overlap=3),
         row("whole", whole, {"bias_heads": 1}, overlap=6),
         row("beyond", beyond, {"moved": True}, overlap=8, beyond_neighbours=True),
     ]
@@ -222,6 +223,11 @@ TABLE: dict[str, list[Case]] = {
 }
 CASES = [case for cases in TABLE.values() for case in cases]
 BY_NAME = {case.name: case for case in CASES}
+
+
+def mha_case(spec: dict[str, Any], *, moved: bool = False) -> Case:
+    """Plain multi-head attention of these sizes, with its loops."""
+    return Case("mha", "mha", variants.mha, spec, mha.reference, "in_k" in spec, moved=moved)
 
 
 def attention(case: Case) -> ja.Attention:
@@ -267,6 +273,8 @@ def mask_of(case: Case, inputs: Inputs) -> ja.masks.Mask:
 
 def call(case: Case, attn: ja.Attention, params: Any, inputs: Inputs, **named: Any):
     """`attn.apply` on the case's inputs."""
+    mask = mask_of(case, inputs)
+    inputs = jax.tree.map(jnp.asarray, inputs)
     positions = inputs.positions_q
     if case.cross and positions is not None:
         positions = (inputs.positions_q, inputs.positions_k)
@@ -274,7 +282,7 @@ def call(case: Case, attn: ja.Attention, params: Any, inputs: Inputs, **named: A
         params,
         inputs.x_q,
         inputs.x_kv,
-        mask_of(case, inputs),
+        mask,
         bias=inputs.bias,
         positions=positions,
         **named,
@@ -343,6 +351,11 @@ def like(tree: Any, rng: np.random.Generator) -> Any:
     return jax.tree.map(lambda x: rng.normal(size=np.shape(x)), tree)
 
 
+def drawn(attn: ja.Attention, rng: np.random.Generator) -> Any:
+    """Redrawn parameters of an attention."""
+    return redraw(jax.eval_shape(attn.init, jax.random.key(0)), rng)
+
+
 def directional(reference: Callable[..., Any], values: Any, direction: Any) -> np.ndarray:
     """Exact derivative of `reference(values)` along `direction`, by one complex step.
 
@@ -363,3 +376,10 @@ def cast(tree: Any, dtype: Any) -> Any:
         return jnp.asarray(x, dtype) if floating else x
 
     return jax.tree.map(leaf, tree)
+
+
+def assert_close(got: Any, want: Any, tolerance: float, what: str) -> None:
+    """Largest difference over the largest value of what is wanted."""
+    error = np.max(np.abs(np.asarray(got) - np.asarray(want)))
+    size = np.max(np.abs(np.asarray(want)))
+    assert error <= tolerance * size, f"{what}: off by {error / size:.1e} of the largest value"
