@@ -243,7 +243,13 @@ def _check_call(call: Call, remask: bool) -> None:
 
 def _typed(key: Array | None) -> Array | None:
     """A typed PRNG key from a typed or a raw one."""
-    if key is None or jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if key is None:
+        return None
+    if not hasattr(key, "dtype"):
+        raise TypeError(
+            f"dropout_key: got {type(key).__name__}, expected a PRNG key. Fix: jax.random.key(seed)."
+        )
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key
     return jax.random.wrap_key_data(key)
 

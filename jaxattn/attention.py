@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxattn import project
 from jaxattn.attend import attend
 from jaxattn.axes import check_axes, check_batch, check_floating
-from jaxattn.masks import Mask, as_mask
+from jaxattn.masks import Frame, Mask, as_mask
 from jaxattn.sides import Coupling, KeySide, Mix, QuerySide
 from jaxattn.spec import HeadSpec, Sizes
 from jaxattn.transform import Declaration, HeadTransform, Loss, Site, flatten, resolve
@@ -124,6 +124,7 @@ class Attention(NamedTuple):
         """
         z = self.sizes
         x_q = _check_state("x_q", x_q, "q", self.spec.in_q, "HeadSpec(in_q=...)")
+        _check_rows("q", x_q, valid=valid, positions=positions)
         x_q = _zero_invalid(x_q, valid)
         heads = project.project(params["query"], x_q)
         heads = project.normalize(heads, z.qk_norm, _scale(params, "query_ln"))
@@ -156,6 +157,7 @@ class Attention(NamedTuple):
         x_v = _check_state("x_v", x_v, "k", self.spec.in_v, "HeadSpec(in_v=...)")
         check_axes("x_v", x_v, "... k m", fix="x_k and x_v are the same rows", k=x_k.shape[-2])
         check_batch(x_k=(x_k, 2), x_v=(x_v, 2))
+        _check_rows("k", x_k, valid=valid, positions=positions)
         x_k, x_v = _zero_invalid(x_k, valid), _zero_invalid(x_v, valid)
         key = project.project(params["key"], x_k)
         key = project.normalize(key, z.qk_norm, _scale(params, "key_ln"))
@@ -232,15 +234,15 @@ class Attention(NamedTuple):
         mask = as_mask(mask)
         source = x_q if x_kv is None else x_kv
         rows = source[0] if isinstance(source, tuple) else source
-        valid = mask.source_valid(rows.shape[-2]) if rows.ndim > 1 else None
+        q_rows = _check_state("x_q", x_q, "q", self.spec.in_q, "HeadSpec(in_q=...)")
+        rows = _check_state("x_k", rows, "k", self.spec.in_k, "HeadSpec(in_k=...)")
+        frame = Frame(q_rows.shape[-2], rows.shape[-2], batch=rows.shape[:-2])
+        mask.check(frame, None)  # before padding zeroes rows
+        valid = mask.source_valid(rows.shape[-2])
         if isinstance(positions, tuple):
             q_positions, k_positions = positions
         else:
             q_positions, k_positions = positions, positions if x_kv is None else None
-        if valid is not None:
-            check_axes(
-                "mask: padding", valid, "... k", fix="one entry a source row", k=rows.shape[-2]
-            )
         q_valid = valid if x_kv is None else None
         query_side = self.query_side(params, x_q, q_valid, q_positions)
         key_side = self.key_side(params, source, valid, k_positions)
@@ -394,6 +396,16 @@ def _check_state(what: str, x: Array, axis: str, width: int | None, where: str) 
     fix = f"states of this width, or {where}"
     check_axes(what, x, f"... {axis} m", fix=fix, **({"m": width} if width else {}))
     return x
+
+
+def _check_rows(axis: str, x: Array, **per_row: Array | None) -> None:
+    """Raise unless what is given per row has the rows of `x`, with its batch axes or without."""
+    for what, array in per_row.items():
+        if array is not None and jnp.shape(array) not in (x.shape[-2:-1], x.shape[:-1]):
+            raise ValueError(
+                f"{what}: shape {jnp.shape(array)}, expected axes [..., {axis}] = {x.shape[:-1]}, or "
+                f"[{axis}] = {x.shape[-2:-1]} for all examples. Fix: one entry for each row."
+            )
 
 
 def _zero_invalid(x: Array, valid: Array | None) -> Array:

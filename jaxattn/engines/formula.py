@@ -127,8 +127,11 @@ def logits(call: Call, q_start: int | Array, k_start: int | Array) -> tuple[Arra
 def softmax(x: Array, visible: Array) -> Array:
     """Softmax over the visible keys; a row without one gives zeros, with zero gradients.
 
-    Both branches of each selection are finite, so no derivative of any order meets 0 * inf.
+    Both branches of each selection are finite, so no derivative of any order meets 0 * inf. The cap lies
+    between the product and the difference: contracted into one rounding, a large logit would differ
+    from its own maximum.
     """
+    x = jnp.minimum(x, jnp.finfo(x.dtype).max)
     top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf, where=visible)
     top = jnp.where(jnp.isfinite(top), top, 0)
     raised = jnp.where(visible, jnp.exp(jnp.where(visible, x - jax.lax.stop_gradient(top), 0)), 0)
