@@ -71,9 +71,7 @@ class LanguageModel(nnx.Module):
             return nnx.Rngs(params=jax.random.fold_in(rng, crc32("/".join(names).encode())))
 
         embed_init = nnx.initializers.normal(1 / math.sqrt(shape.width))
-        self.embed = nnx.Embed(
-            shape.symbols, shape.width, embedding_init=embed_init, rngs=at("embed")
-        )
+        self.embed = nnx.Embed(shape.symbols, shape.width, embedding_init=embed_init, rngs=at("embed"))
         if shape.positions == "learned":
             self.positions = nnx.Embed(
                 shape.context, shape.width, embedding_init=embed_init, rngs=at("positions")
@@ -112,7 +110,7 @@ def create(shape: Shape, transforms: list[ja.HeadTransform], rng: jax.Array) -> 
     names = {"/".join(map(str, path)): path for path in flat}
     params = {name: flat[path][...] for name, path in names.items()}
     if shape.init_sd is not None:
-        params = redraw(params, shape.init_sd, shape.layers, rng)
+        params = redraw(params, shape.init_sd, rng)
 
     def apply(params: Params, tokens: jax.Array) -> tuple[jax.Array, list[ja.Aux]]:
         leaves = [(path, flat[path].replace(params[name])) for name, path in names.items()]
@@ -121,18 +119,14 @@ def create(shape: Shape, transforms: list[ja.HeadTransform], rng: jax.Array) -> 
     return Model(params, apply, attention, shape)
 
 
-def redraw(params: Params, sd: float, layers: int, rng: jax.Array) -> Params:
-    """GPT-2's start: N(0, sd^2), and sd / sqrt(2 layers) where a layer adds to its input.
-
-    A variant's own leaves keep the start that their paper gives them.
-    """
+def redraw(params: Params, sd: float, rng: jax.Array) -> Params:
+    """Weights from N(0, sd^2); leaves of a variant keep the start that their paper gives them."""
 
     def draw(name: str, leaf: jax.Array) -> jax.Array:
         if "/heads/" in name or not name.endswith(("kernel", "embedding")):
             return leaf
-        adds = name.endswith(("out/kernel", "down/kernel"))
         noise = jax.random.normal(jax.random.fold_in(rng, crc32(name.encode())), leaf.shape)
-        return (noise * (sd / math.sqrt(2 * layers) if adds else sd)).astype(leaf.dtype)
+        return (sd * noise).astype(leaf.dtype)
 
     return {name: draw(name, leaf) for name, leaf in params.items()}
 
@@ -180,9 +174,7 @@ def make_evaluate(model: Model, batch: int) -> Callable[[Params, np.ndarray], fl
     return evaluate
 
 
-def generate(
-    model: Model, params: Params, prompt: np.ndarray, count: int, rng: jax.Array
-) -> np.ndarray:
+def generate(model: Model, params: Params, prompt: np.ndarray, count: int, rng: jax.Array) -> np.ndarray:
     """`count` symbols drawn one by one after `prompt`, each from the last `context` symbols.
 
     Without a cache: at these sizes a full pass a symbol costs milliseconds.

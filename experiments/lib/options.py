@@ -52,7 +52,7 @@ class Training:
     """Optimizer steps; the default sees each symbol at most once."""
     batch: int = 16
     """Windows a step."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     """Highest learning rate, reached after the warm-up."""
     final_rate: float = 0.1
     """Last learning rate, as a part of the highest."""
@@ -86,9 +86,7 @@ def variant_group(name: str) -> type:
         for argument in _arguments(function):
             default = "fixed" if argument.name == "kind" else argument.default
             kind = Annotated[hints[argument.name], tyro.conf.arg(help=texts.get(argument.name, ""))]
-            fields.setdefault(
-                argument.name, (argument.name, kind, dataclasses.field(default=default))
-            )
+            fields.setdefault(argument.name, (argument.name, kind, dataclasses.field(default=default)))
     group = dataclasses.make_dataclass(name, fields.values(), frozen=True)
     group.__doc__ = (variants.VARIANTS[name].__doc__ or "").partition("\n")[0]
     return group
@@ -175,9 +173,7 @@ def transforms(options: Any, name: str, layers: int) -> list[ja.HeadTransform]:
     factory, asked = variants.VARIANTS[name], settings(options, name)
     for argument, value in asked.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(
-                f"--{dashed(name)}.{dashed(argument)}: got {value}, expected a finite number"
-            )
+            raise ValueError(f"--{dashed(name)}.{dashed(argument)}: got {value}, expected a finite number")
     own = {argument.name for argument in _arguments(factory)}
     layer_settings = [{k: v for k, v in asked.items() if k in own} for _ in range(layers)]
     for argument, schedule in SCHEDULES.get(name, ()):
@@ -223,9 +219,7 @@ def check(sizes: Sizes, training: Training, seeds: Sequence[int], **counts: int)
             expect(name, value, value >= 1, "a whole number of at least 1")
     for seed in seeds:
         expect("seed", seed, 0 <= seed < 2**31, "a whole number from 0 to 2147483647")
-    expect(
-        "heads", sizes.heads, sizes.width % sizes.heads == 0, f"a divisor of --width {sizes.width}"
-    )
+    expect("heads", sizes.heads, sizes.width % sizes.heads == 0, f"a divisor of --width {sizes.width}")
     sd = sizes.init_sd
     expect("init_sd", sd, sd is None or 0 < sd < math.inf, "a positive number")
     t = training

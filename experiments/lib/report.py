@@ -133,9 +133,7 @@ def comparison(rows: list[Row]) -> bytes:
     left.axvline(0, color="grey", linewidth=0.8)
     left.xaxis.set_major_locator(MaxNLocator(5))
     left.set_yticks(places, [row.variant for row in rows])
-    left.set_xlabel(
-        "validation loss minus mha (nats a symbol)\ndots: seeds, bar: mean; left is better"
-    )
+    left.set_xlabel("validation loss minus mha (nats a symbol)\ndots: seeds, bar: mean; left is better")
     right.barh(places, [row.relative_step for row in rows], color="C1", height=0.5)
     for place, row in zip(places, rows, strict=True):
         right.text(row.relative_step, place, f" {row.relative_step:.2f}", va="center")

@@ -80,9 +80,7 @@ def adamw(*, b2: float, weight_decay: float, clip: float) -> optax.GradientTrans
     )
 
 
-def make_step(
-    loss_fn: LossFn, optimizer: optax.GradientTransformation, schedule: optax.Schedule
-) -> StepFn:
+def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, schedule: optax.Schedule) -> StepFn:
     """One step: `loss_fn(params, batch, dropout_key) -> (what to minimise, {"loss": ..., ...})`.
 
     The rate is read off the optimizer's own count, the only one there is.
@@ -90,9 +88,7 @@ def make_step(
 
     def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         dropout_key = jax.random.fold_in(state.rng, state.step)
-        (total, parts), gradient = jax.value_and_grad(loss_fn, has_aux=True)(
-            state.params, batch, dropout_key
-        )
+        (total, parts), gradient = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch, dropout_key)
         rate = schedule(optax.tree_utils.tree_get(state.optimizer, "count"))
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
         params = jax.tree.map(
@@ -100,14 +96,9 @@ def make_step(
         )
 
         finite = jnp.stack(
-            [
-                jnp.all(jnp.isfinite(leaf))
-                for leaf in _inexact((total, gradient, params, optimizer_state))
-            ]
+            [jnp.all(jnp.isfinite(leaf)) for leaf in _inexact((total, gradient, params, optimizer_state))]
         )
-        ended = (
-            state.bad >= LIMIT
-        )  # the rest of a scanned chunk after the last straw changes nothing
+        ended = state.bad >= LIMIT  # the rest of a scanned chunk after the last straw changes nothing
         take = finite.all() & ~ended
 
         def choose(new: Tree, old: Tree) -> Tree:
@@ -138,9 +129,7 @@ def make_step(
 def build(loss_fn: LossFn, training: Training) -> tuple[optax.GradientTransformation, Advance]:
     """The optimizer that the options ask for, and the compiled steps under it."""
     optimizer = adamw(b2=training.b2, weight_decay=training.weight_decay, clip=training.clip)
-    schedule = warmup_cosine(
-        training.learning_rate, training.final_rate, training.warmup, training.steps
-    )
+    schedule = warmup_cosine(training.learning_rate, training.final_rate, training.warmup, training.steps)
     return optimizer, make_advance(make_step(loss_fn, optimizer, schedule))
 
 
