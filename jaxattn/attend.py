@@ -170,9 +170,7 @@ def _check_mix(what: str, mix: Mix, heads: int) -> int:
                 f"(shape {mix.matrix.shape}). Fix: a number of groups that divides the heads."
             )
         axes = "g i o" if mix.matrix.ndim == 3 else "i o"
-        check_axes(
-            f"{what}.matrix", mix.matrix, axes, fix="[heads in, heads out]", i=heads // groups
-        )
+        check_axes(f"{what}.matrix", mix.matrix, axes, fix="[heads in, heads out]", i=heads // groups)
         out = groups * mix.matrix.shape[-1]
         if mix.skip and out != heads:
             raise ValueError(

@@ -129,9 +129,7 @@ class Attention(NamedTuple):
         heads = project.project(params["query"], x_q)
         heads = project.normalize(heads, z.qk_norm, _scale(params, "query_ln"))
         heads = project.rotate(heads, z.rotary_q, positions, self.spec.d_qk)
-        side = QuerySide(
-            heads, (None,) * len(z.pre), (None,) * len(z.post), valid=valid, position=positions
-        )
+        side = QuerySide(heads, (None,) * len(z.pre), (None,) * len(z.post), valid=valid, position=positions)
         for link, own, site in self._own(params):
             side = link.query_side(own, x_q, side, site)
         return side
@@ -307,9 +305,7 @@ class Attention(NamedTuple):
         )
         y = project.unproject(params["out"], heads)
         _refuse_overflow(x_q, y)
-        sums = {
-            link.name: link.aux(own, x_q, query_side, site) for link, own, site in self._own(params)
-        }
+        sums = {link.name: link.aux(own, x_q, query_side, site) for link, own, site in self._own(params)}
         sums = {name: value for name, value in sums.items() if value is not None}
         return y, Aux(self.losses(sums), sums, captured)
 
@@ -391,11 +387,11 @@ def attention(spec: HeadSpec, *transforms: HeadTransform) -> Attention:
     return Attention(spec, sizes, links, sites)
 
 
-def _check_state(what: str, x: Array, axis: str, width: int | None, where: str) -> Array:
+def _check_state(what: str, x: Array, axis: str, width: int, where: str) -> Array:
     check_floating(what, x)
     fix = f"states of this width, or {where}"
-    check_axes(what, x, f"... {axis} m", fix=fix, **({"m": width} if width else {}))
-    return x
+    check_axes(what, x, f"... {axis} m", fix=fix, m=width)
+    return jnp.asarray(x)
 
 
 def _check_rows(axis: str, x: Array, **per_row: Array | None) -> None:

@@ -38,17 +38,16 @@ def contract(*operands: Array | str, dtype: DTypeLike | None = None) -> Array:
     """
     *arrays, pattern = operands
     assert isinstance(pattern, str)
-    if dtype is None or all(x.dtype == dtype for x in arrays):  # pyright: ignore[reportAttributeAccessIssue]
-        return einops.einsum(*arrays, pattern)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    arrays = [jnp.asarray(x) for x in arrays]  # numpy arrays beside traced ones are welcome
+    if dtype is None or all(x.dtype == dtype for x in arrays):
+        return einops.einsum(*arrays, pattern)  # pyright: ignore[reportCallIssue]  (stubs know few arities)
     # einops has no word for the accumulation type, so its long names become einsum's letters here.
     left, right = pattern.split("->")
     names = dict.fromkeys((left.replace(",", " ") + right).split())
     letters = dict(zip((n for n in names if n != "..."), string.ascii_letters, strict=False))
     letters["..."] = "..."
     spell = ["".join(letters[n] for n in part.split()) for part in [*left.split(","), right]]
-    return jnp.einsum(
-        ",".join(spell[:-1]) + "->" + spell[-1], *arrays, preferred_element_type=dtype
-    )
+    return jnp.einsum(",".join(spell[:-1]) + "->" + spell[-1], *arrays, preferred_element_type=dtype)
 
 
 def check_axes(what: str, array: Array, axes: str, *, fix: str, **sizes: int) -> None:

@@ -49,9 +49,7 @@ def linear_map(
 
     def flat(function: Callable, tree) -> Callable[..., list[Array]]:
         def call(*arrays):
-            return jax.tree.leaves(
-                function(residual_tree.unflatten(arrays[:n]), tree.unflatten(arrays[n:]))
-            )
+            return jax.tree.leaves(function(residual_tree.unflatten(arrays[:n]), tree.unflatten(arrays[n:])))
 
         return call
 
@@ -80,13 +78,9 @@ def _jvp(primals, tangents, *, forward, transpose, n):
     out = linear_map_p.bind(*primals, forward=forward, transpose=transpose, n=n)
     if all(isinstance(t, ad.Zero) for t in tangents[:n]):
         moved = [ad.instantiate_zeros(t) for t in tangents[n:]]
-        return out, linear_map_p.bind(
-            *primals[:n], *moved, forward=forward, transpose=transpose, n=n
-        )
+        return out, linear_map_p.bind(*primals[:n], *moved, forward=forward, transpose=transpose, n=n)
     tangents = [ad.instantiate_zeros(t) for t in tangents]
-    return out, list(
-        jax.jvp(lambda *args: tuple(forward(*args)), tuple(primals), tuple(tangents))[1]
-    )
+    return out, list(jax.jvp(lambda *args: tuple(forward(*args)), tuple(primals), tuple(tangents))[1])
 
 
 def _transpose(cotangents, *args, forward, transpose, n):

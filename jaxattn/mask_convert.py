@@ -12,9 +12,7 @@ from jaxattn.mask_form import Mask, as_mask, described
 from jaxattn.mask_rules import Explicit, boolean, everything, explicit
 
 
-def from_torch_mha(
-    attn_mask: Any = None, key_padding_mask: Any = None, *, heads: int | None = None
-) -> Mask:
+def from_torch_mha(attn_mask: Any = None, key_padding_mask: Any = None, *, heads: int | None = None) -> Mask:
     """Masks of torch.nn.MultiheadAttention, True = blocked, as one mask (True = visible).
 
     attn_mask [q, k] or [(b h), q, k] with `heads` given; key_padding_mask [b, k] or [k]. As in
@@ -88,9 +86,7 @@ def to_torch_mha(
         ("heads", blocked.shape[1], heads),
     ):
         if got != 1 and asked not in (None, got):
-            raise ValueError(
-                f"to_torch_mha: {mask!r} has {name} {got}, but {name}={asked} is asked"
-            )
+            raise ValueError(f"to_torch_mha: {mask!r} has {name} {got}, but {name}={asked} is asked")
         sizes.append(got if got != 1 else asked)
     if blocked.shape[:2] == (1, 1):
         return blocked[0, 0]

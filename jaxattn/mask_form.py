@@ -59,9 +59,7 @@ class Mask(abc.ABC):
     __array_ufunc__ = None  # numpy leaves `array & mask` to __rand__, which explains
 
     @abc.abstractmethod
-    def block(
-        self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int
-    ) -> Array:
+    def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         """Visibility of one block: bool, axes [..., h, q, k], each of full size or 1.
 
         Starts may be traced; sizes are static and never reach past the end.
@@ -240,9 +238,7 @@ class And(Mask):
     def arrays(self) -> tuple[Named, ...]:
         return tuple(named for part in self.parts for named in part.arrays())
 
-    def block(
-        self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int
-    ) -> Array:
+    def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         if not self.parts:
             return jnp.ones((1, 1, 1), bool)
         blocks = (part.block(frame, q_start, q_size, k_start, k_size) for part in self.parts)
@@ -274,9 +270,7 @@ class Or(Mask):
     def arrays(self) -> tuple[Named, ...]:
         return tuple(named for part in self.parts for named in part.arrays())
 
-    def block(
-        self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int
-    ) -> Array:
+    def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         blocks = (part.block(frame, q_start, q_size, k_start, k_size) for part in self.parts)
         return functools.reduce(operator.or_, blocks)
 
@@ -305,9 +299,7 @@ class Not(Mask):
     def arrays(self) -> tuple[Named, ...]:
         return self.part.arrays()
 
-    def block(
-        self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int
-    ) -> Array:
+    def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         return ~self.part.block(frame, q_start, q_size, k_start, k_size)
 
     def fill(self, frame: Frame, q_start: int, q_size: int, k_start: int, k_size: int) -> Fill:

@@ -38,9 +38,7 @@ class Band(Mask):
         given = frame.q_position is not None or frame.k_position is not None
         return frame.k_len - frame.q_len if self.align == "end" and not given else 0
 
-    def block(
-        self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int
-    ) -> Array:
+    def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         q = _positions(frame.q_position, q_start + self._shift(frame), q_start, q_size)
         k = _positions(frame.k_position, k_start, k_start, k_size)
         distance = q[..., None, :, None] - k[..., None, None, :]
@@ -80,9 +78,7 @@ class Padding(Mask):
     def source_valid(self, k_len: int) -> Array | None:
         return self.valid
 
-    def block(
-        self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int
-    ) -> Array:
+    def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         return _rows(self.valid, k_start, k_size, -1)[..., None, None, :]
 
     def __repr__(self) -> str:
@@ -102,9 +98,7 @@ class Lengths(Mask):
     def source_valid(self, k_len: int) -> Array | None:
         return jnp.arange(k_len) < self.n[..., None]
 
-    def block(
-        self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int
-    ) -> Array:
+    def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         row = k_start + jnp.arange(k_size, dtype=jnp.int32)
         return row < self.n[..., None, None, None]
 
@@ -127,9 +121,7 @@ class Segments(Mask):
             keys = Named("segments(k_ids)", self.k_ids, ("k",))
         return (Named("segments(q_ids)", self.q_ids, ("q",)), keys)
 
-    def block(
-        self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int
-    ) -> Array:
+    def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         k_ids = self.q_ids if self.k_ids is None else self.k_ids
         q = _rows(self.q_ids, q_start, q_size, -1)[..., None, :, None]
         return q == _rows(k_ids, k_start, k_size, -1)[..., None, None, :]
@@ -150,9 +142,7 @@ class Explicit(Mask):
     def arrays(self) -> tuple[Named, ...]:
         return (Named("explicit(array)", self.array, self.core),)
 
-    def block(
-        self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int
-    ) -> Array:
+    def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         part = self.array
         for axis, start, size in (("q", q_start, q_size), ("k", k_start, k_size)):
             if axis in self.core:

@@ -147,9 +147,7 @@ class MultiHeadAttention(nnx.Module):
         if inputs_k is not None:
             source = inputs_k if inputs_v is None else (inputs_k, inputs_v)
         elif inputs_v is not None:
-            raise ValueError(
-                "inputs_v: given without inputs_k. Fix: give inputs_k too, or neither."
-            )
+            raise ValueError("inputs_v: given without inputs_k. Fix: give inputs_k too, or neither.")
         params, (inputs_q, source) = self.params(), (inputs_q, source)
         if self.dtype is not None:
             params, inputs_q, source = _cast((params, inputs_q, source), self.dtype)
@@ -186,9 +184,7 @@ class MultiHeadAttention(nnx.Module):
             return None
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
-            raise ValueError(
-                "rngs: training with dropout needs a PRNG key. Fix: rngs=nnx.Rngs(...)."
-            )
+            raise ValueError("rngs: training with dropout needs a PRNG key. Fix: rngs=nnx.Rngs(...).")
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
 

@@ -100,9 +100,7 @@ def rotate(heads: Array, rotary: Rotary | None, position: Array | None, block: i
     angle = position[..., None, None, None].astype(dtype) * frequency
     blocks = einops.rearrange(heads, "... t h (n d) -> ... t h n d", d=block).astype(dtype)
     turned, rest = blocks[..., :width], blocks[..., width:]
-    pairs = {"half": "... (two j) -> two ... j", "adjacent": "... (j two) -> two ... j"}[
-        rotary.pairs
-    ]
+    pairs = {"half": "... (two j) -> two ... j", "adjacent": "... (j two) -> two ... j"}[rotary.pairs]
     a, b = einops.rearrange(turned, pairs, two=2)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     turned = jnp.stack([a * cos - b * sin, a * sin + b * cos])

@@ -59,7 +59,7 @@ class QuerySide(NamedTuple):
     valid: Array | None = None
     position: Array | None = None
     head: Array | None = None
-    notes: dict[str, PyTree] = {}  # noqa: RUF012  (replaced, never written to)
+    notes: dict[str, PyTree] = {}
 
 
 class KeySide(NamedTuple):
@@ -143,7 +143,7 @@ class Coupling:
     dropout_shared: tuple[Literal["b", "h", "q"], ...] = _static(())
 
 
-def map_rows(function: Callable[[Array, int], Array], side: PyTree) -> PyTree:
+def map_rows(function: Callable[[Array, int], Any], side: PyTree) -> PyTree:
     """Apply `function(array, axis)` to every array of a side, with the place of its row axis.
 
     The axis is counted from the end, so batch axes do not matter.
@@ -161,17 +161,11 @@ def map_rows(function: Callable[[Array, int], Array], side: PyTree) -> PyTree:
         for name, axis in trailing.items()
         if getattr(side, name, None) is not None
     }
-    return side._replace(
-        pre=tuple(map(stage, side.pre)), post=tuple(map(stage, side.post)), **changes
-    )
+    return side._replace(pre=tuple(map(stage, side.pre)), post=tuple(map(stage, side.post)), **changes)
 
 
-def _map_factors(
-    function: Callable[[Array, int], Array], factors: Factors | None
-) -> Factors | None:
+def _map_factors(function: Callable[[Array, int], Any], factors: Factors | None) -> Factors | None:
     if factors is None:
         return None
     trailing = (4, 4, 2, 3)  # of down, up, diag, dense
-    return Factors(
-        *(None if x is None else function(x, -n) for x, n in zip(factors, trailing, strict=True))
-    )
+    return Factors(*(None if x is None else function(x, -n) for x, n in zip(factors, trailing, strict=True)))

@@ -112,9 +112,7 @@ class HeadSpec:
             check_rate(f"HeadSpec: {name}", getattr(self, name))
         check_option("HeadSpec: qk_norm", self.qk_norm, (None, "rms", "layer"))
         if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(
-                f"HeadSpec: softcap = {self.softcap}, expected a positive number or None."
-            )
+            raise ValueError(f"HeadSpec: softcap = {self.softcap}, expected a positive number or None.")
         if self.rotary is not None:
             _check_rotary(self.rotary, self.d_qk)
 
@@ -178,8 +176,8 @@ class Sizes(NamedTuple):
         if pre is not None:
             if sizes.key_bias_by is not None:
                 raise ValueError(
-                    f"{sizes.key_bias_by}: its content bias stands for terms that are constant over keys, which "
-                    "a mix before the softmax would not cancel. Fix: content_bias=False, or no pre mix."
+                    f"{sizes.key_bias_by}: its content bias stands for terms that are constant over keys, "
+                    "which a mix before the softmax would not cancel. Fix: content_bias=False, or no pre mix."
                 )
             stage = Stage(sizes.softmax_heads, pre)
             grown = dict(pre=(*sizes.pre, stage), softmax_heads=pre)

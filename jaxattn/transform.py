@@ -55,7 +55,7 @@ class Declaration(NamedTuple):
     """
 
     axes: PyTree = ()
-    core: dict[str, str] = {}  # noqa: RUF012  (a NamedTuple default; never written to)
+    core: dict[str, str] = {}
     ties: frozenset[tuple[str, str]] = frozenset()
     exchangeable: tuple[tuple[int, ...], ...] | None = None
     upgrade: Upgrade = Upgrade(lambda mha, fresh: mha)

@@ -13,8 +13,7 @@ import jaxattn as ja
 import variants
 
 CASES = {
-    case["id"]: case
-    for case in json.loads(pathlib.Path(__file__).with_name("cases.json").read_text("utf-8"))
+    case["id"]: case for case in json.loads(pathlib.Path(__file__).with_name("cases.json").read_text("utf-8"))
 }
 
 ENGINES = ("reference", "dense", "blocked")
@@ -118,6 +117,4 @@ def tree_close(got, want, tolerance):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         largest = max(1.0, float(np.max(np.abs(b), initial=0)))
-        np.testing.assert_allclose(
-            a, b, rtol=0, atol=tolerance * largest, err_msg=jax.tree_util.keystr(path)
-        )
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest, err_msg=jax.tree_util.keystr(path))

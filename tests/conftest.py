@@ -12,7 +12,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
-import jax  # noqa: E402  (the flags come first)
+import jax
 
 jax.config.update("jax_enable_x64", True)
 

@@ -33,9 +33,7 @@ class Ask(NamedTuple):
     def wanted(self, fixture: Fixture, captures: dict[str, str]) -> dict[str, str]:
         """Of the intermediates that an adapter knows: those stored, and asked for at all."""
         return {
-            key: name
-            for key, name in captures.items()
-            if key in fixture.arrays and name in self.captures
+            key: name for key, name in captures.items() if key in fixture.arrays and name in self.captures
         }
 
 
@@ -238,9 +236,7 @@ def pair_matrices(
     def mixed(head: Array) -> Array:
         query = jnp.zeros_like(query_side.query[..., :1]).at[..., head, :].set(1)
         side = ja.QuerySide(query, pre=getattr(query_side, site))
-        return ja.attend(side, key, mix, engine=engine, capture=("mixed_logits",))[1][
-            "mixed_logits"
-        ]
+        return ja.attend(side, key, mix, engine=engine, capture=("mixed_logits",))[1]["mixed_logits"]
 
     return einops.rearrange(jax.vmap(mixed)(jnp.arange(heads)), "i b o q k -> b q k i o")
 
@@ -364,9 +360,7 @@ def source_of_collab(fixture: Fixture, official: Numbers, ask: Ask) -> Array:
         tree[role] = {"kernel": kernel, "bias": bias}
     out = einops.rearrange(mha["out_proj.weight"], "m (h d) -> h d m", h=heads)
     tree["out"] = {"kernel": out, "bias": mha["out_proj.bias"]}
-    return sublayer(fixture, official, ask, variants.mha(), tree, spec_of(fixture, tree), {})[0][
-        "out.y"
-    ]
+    return sublayer(fixture, official, ask, variants.mha(), tree, spec_of(fixture, tree), {})[0]["out.y"]
 
 
 def mohsa(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:

@@ -42,9 +42,7 @@ class Fixture(NamedTuple):
     def official(self) -> Numbers:
         """The arrays that gradients are taken of."""
         return {
-            key: jnp.asarray(array)
-            for key, array in self.arrays.items()
-            if key.startswith(("in.", "p."))
+            key: jnp.asarray(array) for key, array in self.arrays.items() if key.startswith(("in.", "p."))
         }
 
     def axes(self, key: str) -> list[str]:

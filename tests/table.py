@@ -253,11 +253,7 @@ def draw(case: Case, seed: int = 0) -> Inputs:
         positions_q = rng.integers(0, 40, size=(BATCH, q_len))
         positions_k = rng.integers(0, 40, size=(BATCH, k_len)) if case.cross else positions_q
     if not case.cross:
-        at = (
-            np.broadcast_to(np.arange(q_len), (BATCH, q_len))
-            if positions_q is None
-            else positions_q
-        )
+        at = np.broadcast_to(np.arange(q_len), (BATCH, q_len)) if positions_q is None else positions_q
         visible &= at[:, None, :] <= at[:, :, None]
     bias = None
     if case.bias_heads is not None:

@@ -81,9 +81,7 @@ def test_pub_06_an_empty_row_is_zero_in_float16(engine):
 
 
 @each_engine
-@pytest.mark.parametrize(
-    ("dtype", "size"), [("float16", 300.0), ("float32", 300), ("float32", 1e10)]
-)
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 300.0), ("float32", 300), ("float32", 1e10)])
 def test_pub_06_scores_are_formed_in_float32(dtype, size, engine):
     """300 * 300 overflows float16; a score formed in float32 does not. 1e10 has no float16.
 
@@ -117,9 +115,7 @@ def test_pub_07_a_bfloat16_sum_of_1024_weights_is_one(engine):
 
 @each_engine
 def test_pub_07_bfloat16_keeps_the_accuracy_of_float32_accumulation(engine):
-    q, k, v = (
-        jnp.asarray(4 * cases.fill((1, 64, 2, 16), seed), jnp.bfloat16) for seed in (30, 31, 32)
-    )
+    q, k, v = (jnp.asarray(4 * cases.fill((1, 64, 2, 16), seed), jnp.bfloat16) for seed in (30, 31, 32))
     got = cases.attend(q, k, v, scale=0.25, engine=engine)
     assert got.dtype == jnp.bfloat16
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
@@ -165,9 +161,7 @@ def test_pub_16_rows_heads_and_queries_drop_apart(engine):
 @each_engine
 def test_pub_16_sharing_over_queries_is_an_option(engine):
     shared = dataclasses.replace(DROPPING, dropout_shared=("q",))
-    heads = cases.uniform(
-        jnp.ones((4, 64, 4, 1)), 64, coupling=shared, dropout_key=A, engine=engine
-    )
+    heads = cases.uniform(jnp.ones((4, 64, 4, 1)), 64, coupling=shared, dropout_key=A, engine=engine)
     np.testing.assert_allclose(heads, jnp.broadcast_to(heads[:, :1], heads.shape), rtol=1e-12)
     assert len(np.unique(np.asarray(heads)[:, 0])) > 4
 
@@ -200,9 +194,9 @@ def test_pub_16_returned_weights_are_before_dropout_and_documented():
 def test_pub_17_query_head_reads_its_block_of_heads(heads, groups, engine):
     """Head i reads i // (heads // groups): blocks, never tiles."""
     value = jnp.broadcast_to((jnp.arange(groups) + 1.0)[:, None], (2, 2, groups, 1))
-    got = cases.attend(
-        jnp.zeros((2, 2, heads, 1)), jnp.zeros((2, 2, groups, 1)), value, engine=engine
-    )[0, 0, :, 0]
+    got = cases.attend(jnp.zeros((2, 2, heads, 1)), jnp.zeros((2, 2, groups, 1)), value, engine=engine)[
+        0, 0, :, 0
+    ]
     np.testing.assert_allclose(got, np.repeat(np.arange(groups) + 1, heads // groups), atol=1e-6)
     if (heads, groups) != (4, 1) and groups != heads:
         np.testing.assert_allclose(got, expected("PUB-17", f"per-head ctx, H={heads}"), atol=1e-6)
@@ -219,9 +213,7 @@ def test_pub_17_equals_mha_with_repeated_weights(groups, engine):
         kernel = jnp.repeat(params[name]["kernel"], 4 // groups, axis=1)
         repeated[name] = {**params[name], "kernel": kernel}
     x = jnp.asarray(cases.fill((2, 5, 12), 3))
-    got, want = (
-        cases.apply(attn, p, x, engine=engine) for attn, p in ((shared, params), (full, repeated))
-    )
+    got, want = (cases.apply(attn, p, x, engine=engine) for attn, p in ((shared, params), (full, repeated)))
     np.testing.assert_allclose(got, want, atol=1e-12)
 
 

@@ -110,9 +110,7 @@ def test_pub_07_float64_stays_float64(engine):
     attn, params, case = layer("PUB-10")
     out = cases.apply(attn, params, cases.filled(case["x"]), engine=engine)
     assert out.dtype == jnp.float64
-    np.testing.assert_allclose(
-        out[0], layer_in_numpy(params, cases.filled(case["x"]))[0], atol=1e-12
-    )
+    np.testing.assert_allclose(out[0], layer_in_numpy(params, cases.filled(case["x"]))[0], atol=1e-12)
 
 
 @each_engine

@@ -64,9 +64,7 @@ def test_pub_01_one_polarity_in_every_variant(name):
     assert np.max(np.abs(other - want)) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "helper", [ja.causal, ja.window, ja.padding, ja.lengths, ja.segments, ja.explicit]
-)
+@pytest.mark.parametrize("helper", [ja.causal, ja.window, ja.padding, ja.lengths, ja.segments, ja.explicit])
 def test_pub_01_polarity_is_in_the_documentation(helper):
     assert re.search("True = (visible|real)|sees?\\b|visible where", inspect.getdoc(helper) or "")
 
@@ -148,9 +146,7 @@ def test_pub_03_masks_align_by_axis_name(mask, engine):
     got = cases.uniform(coordinates(), 2, mask, engine=engine)[..., 0]
     for b in range(2):
         for h in range(2):
-            np.testing.assert_allclose(
-                got[b, :, h], expected("PUB-03", f"ctx[b={b},h={h}]"), atol=1e-4
-            )
+            np.testing.assert_allclose(got[b, :, h], expected("PUB-03", f"ctx[b={b},h={h}]"), atol=1e-4)
 
 
 @pytest.mark.parametrize(

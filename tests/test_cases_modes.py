@@ -200,9 +200,7 @@ def test_pub_30_recomputed_training_gradient_has_the_same_dropout(engine):
     attn, params, x = causal_layer()
 
     def loss(params, rng):
-        return jnp.sum(
-            attn.apply(params, x, mask=ja.causal(), engine=engine, dropout_key=rng)[0] ** 2
-        )
+        return jnp.sum(attn.apply(params, x, mask=ja.causal(), engine=engine, dropout_key=rng)[0] ** 2)
 
     rng = jax.random.key(0)
     want = jax.grad(loss)(params, rng)

@@ -148,9 +148,7 @@ def test_pub_25_padding_does_not_count():
     x = np.concatenate([COLLAPSED, np.stack([B] * 4)])
     mask = ja.padding(np.arange(8) < 4)
     aux = balance_loss(x, mask)
-    np.testing.assert_allclose(
-        aux.losses["balance"].value, expected("PUB-25", "S padded"), atol=1e-6
-    )
+    np.testing.assert_allclose(aux.losses["balance"].value, expected("PUB-25", "S padded"), atol=1e-6)
     assert aux.sums["moh"].tokens == 4
     everything = balance_loss(x).losses["balance"].value
     assert abs(everything - expected("PUB-25", "S padded")) > 0.1

@@ -62,9 +62,7 @@ def batch(step, inf=(), nan=()):
 def go(path, advance, state, steps, draw=batch, save_every=3):
     log = path / "metrics.jsonl"
     with folder.checkpoints(path) as manager:
-        state = folder.run(
-            log, manager, advance, state, draw, steps=steps, chunk=1, save_every=save_every
-        )
+        state = folder.run(log, manager, advance, state, draw, steps=steps, chunk=1, save_every=save_every)
     return state, folder.read(log)
 
 
@@ -77,8 +75,7 @@ def same(a, b):
     """Bit for bit, types too; keys by the numbers they hold."""
     a, b = (jax.tree.leaves(s._replace(rng=jax.random.key_data(s.rng))) for s in (a, b))
     return all(
-        m.dtype == n.dtype and np.array_equal(np.asarray(m), np.asarray(n))
-        for m, n in zip(a, b, strict=True)
+        m.dtype == n.dtype and np.array_equal(np.asarray(m), np.asarray(n)) for m, n in zip(a, b, strict=True)
     )
 
 

@@ -347,12 +347,8 @@ BIASES = {
 }  # fmt: skip
 
 MODULE = {
-    "values without keys": Refusal(
-        lambda: module()(X_Q, None, X_KV), "inputs_v", "given", "inputs_k", "Fix"
-    ),
-    "no mode": Refusal(
-        lambda: module(dropout_rate=0.5)(X_Q), "deterministic", "None", "True.*False", "Fix"
-    ),
+    "values without keys": Refusal(lambda: module()(X_Q, None, X_KV), "inputs_v", "given", "inputs_k", "Fix"),
+    "no mode": Refusal(lambda: module(dropout_rate=0.5)(X_Q), "deterministic", "None", "True.*False", "Fix"),
 }
 
 REFUSALS = {

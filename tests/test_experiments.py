@@ -320,6 +320,13 @@ def test_unknown_options_are_refused_by_name(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_without_an_argument_under_one_epoch_of_the_plays_is_planned():
+    plan = train_variant.parse([])
+    assert (plan.variant, plan.seed, plan.text_file) == ("mha", 0, None)
+    seen = plan.training.steps * plan.training.batch * plan.sizes.context
+    assert seen < len(plays.load_plays().train)
+
+
 def test_help_lists_every_option_of_every_variant(capsys):
     with pytest.raises(SystemExit):
         train_variant.main(["--help"])

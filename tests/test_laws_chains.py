@@ -77,9 +77,7 @@ FIRST, SECOND = np.random.default_rng(6).normal(size=(2, 4, 4))
 def test_chain_applies_left_to_right_before_the_softmax(engine):
     a, b = fixed_mix("a", "pre", FIRST), fixed_mix("b", "pre", SECOND)
     y, inputs, params, (logits, value) = chained(engine, ja.chain(a, b))
-    table.assert_close(
-        y, finished(logits @ FIRST @ SECOND, value, params, inputs), 1e-12, "a then b"
-    )
+    table.assert_close(y, finished(logits @ FIRST @ SECOND, value, params, inputs), 1e-12, "a then b")
     swapped = finished(logits @ SECOND @ FIRST, value, params, inputs)
     assert np.max(np.abs(y - swapped)) > 0.05 * np.max(np.abs(y)), "the maps commute"
 
@@ -88,9 +86,7 @@ def test_chain_applies_left_to_right_before_the_softmax(engine):
 def test_chain_applies_left_to_right_after_the_softmax(engine):
     a, b = fixed_mix("a", "post", FIRST), fixed_mix("b", "post", SECOND)
     y, inputs, params, (logits, value) = chained(engine, ja.chain(a, b))
-    table.assert_close(
-        y, finished(logits, value, params, inputs, FIRST @ SECOND), 1e-12, "a then b"
-    )
+    table.assert_close(y, finished(logits, value, params, inputs, FIRST @ SECOND), 1e-12, "a then b")
     swapped = finished(logits, value, params, inputs, SECOND @ FIRST)
     assert np.max(np.abs(y - swapped)) > 0.05 * np.max(np.abs(y)), "the maps commute"
 
@@ -125,18 +121,14 @@ def test_grouping_of_a_chain_does_not_matter(grouped):
         "right": ja.chain(a, ja.chain(b, ja.identity, c)),
     }[grouped]
     y, inputs, params, (logits, value) = chained("dense", chain)
-    table.assert_close(
-        y, finished(logits @ FIRST @ SECOND, value, params, inputs, third), 1e-12, grouped
-    )
+    table.assert_close(y, finished(logits @ FIRST @ SECOND, value, params, inputs, third), 1e-12, grouped)
 
 
 def test_the_same_variant_twice_has_two_sets_of_leaves():
     twice = variants.talking_heads(), variants.talking_heads()
     y, inputs, params, _ = chained("dense", *twice)
     first, second = params["heads"]["talking_heads"], params["heads"]["talking_heads_1"]
-    product = {
-        site: {"kernel": first[site]["kernel"] @ second[site]["kernel"]} for site in ("pre", "post")
-    }
+    product = {site: {"kernel": first[site]["kernel"] @ second[site]["kernel"]} for site in ("pre", "post")}
     one = table.mha_case(CHAINED)._replace(reference=talking_heads.reference)
     want = table.loops(one, reduced.with_own("talking_heads", product, params), inputs)
     table.assert_close(y, want, 1e-12, "one map after the other is their product")

@@ -68,20 +68,14 @@ def computed(case: table.Case, engine: str, dtype: Any) -> tuple[np.ndarray, flo
     @table.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def run(values):
-        y, aux = table.call(
-            case, attn, values["params"], merged(want.inputs, values), engine=engine
-        )
+        y, aux = table.call(case, attn, values["params"], merged(want.inputs, values), engine=engine)
         assert y.dtype == dtype, f"{y.dtype} came out of {dtype}"
         total = aux.total()
         return (y.reshape(-1) * want.cotangent.astype(dtype)).sum() + total, (y, total)
 
     (_, (y, total)), gradient = run(table.cast(want.values, dtype))
     slopes = [
-        sum(
-            jax.tree.leaves(
-                jax.tree.map(lambda g, u: np.sum(np.asarray(g, float) * u), gradient, u)
-            )
-        )
+        sum(jax.tree.leaves(jax.tree.map(lambda g, u: np.sum(np.asarray(g, float) * u), gradient, u)))
         for u in want.directions
     ]
     return np.asarray(y, float).reshape(-1), float(total), np.array(slopes)

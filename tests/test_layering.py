@@ -5,6 +5,7 @@ import pathlib
 import re
 
 import pytest
+
 import variants
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -85,9 +85,7 @@ def test_flattening_head_major_heads_is_not_a_merge(role):
 
 def packed_layer():
     """Packed kernels [m, (h d)], [(h d), m], biases, and the layer's own parameters from them."""
-    kernel = {
-        name: fill((MODEL, HEADS * D), seed) for name, seed in zip("qkvo", range(4), strict=True)
-    }
+    kernel = {name: fill((MODEL, HEADS * D), seed) for name, seed in zip("qkvo", range(4), strict=True)}
     bias = {name: fill((HEADS * D,), seed + 4) for name, seed in zip("qkvo", range(4), strict=True)}
     params = {
         name: {

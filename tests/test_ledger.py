@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+
 import jaxattn as ja
 import variants
 

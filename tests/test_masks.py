@@ -59,9 +59,7 @@ def draw_rule(draw: st.DrawFn, call: Call) -> tuple[masks.Mask, Callable[..., bo
 
     def numbers(*sizes: int) -> np.ndarray:
         n = int(np.prod(sizes))
-        return np.array(
-            draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), np.int32
-        ).reshape(sizes)
+        return np.array(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), np.int32).reshape(sizes)
 
     align = draw(st.sampled_from(["start", "end"]))
     shift = call.k - call.q if align == "end" else 0
@@ -135,9 +133,7 @@ def test_block_is_a_slice_of_the_whole(drawn, data):
     for q_at, k_at in ((q_start, k_start), (jnp.int32(q_start), jnp.int32(k_start))):
         block = mask.block(call.frame(), q_at, q_size, k_at, k_size)
         assert block.dtype == bool
-        assert all(
-            n in (1, size) for n, size in zip(block.shape[-2:], (q_size, k_size), strict=True)
-        )
+        assert all(n in (1, size) for n, size in zip(block.shape[-2:], (q_size, k_size), strict=True))
         np.testing.assert_array_equal(np.broadcast_to(block, expected.shape), expected)
 
 
@@ -433,9 +429,7 @@ def test_readable_repr():
     valid = bools(3, 7)
     mask = masks.causal() & masks.window(128) & masks.padding(valid)
     assert repr(mask) == "causal() & window(128) & padding(b k: 3x7)"
-    mask = (masks.causal("end") | masks.window(4, ahead=2)) & ~masks.explicit(
-        bools(2, 3, 5, 5), "b h q k"
-    )
+    mask = (masks.causal("end") | masks.window(4, ahead=2)) & ~masks.explicit(bools(2, 3, 5, 5), "b h q k")
     assert repr(mask) == '(causal(align="end") | window(4, ahead=2)) & ~explicit(b h q k: 2x3x5x5)'
     mask = ~(masks.segments([[0, 1]], [[1, 0, 0]]) & masks.lengths([[1], [2]]) & masks.lengths(3))
     assert repr(mask) == "~(segments(b q: 1x2, b k: 1x3) & lengths(b1 b2: 2x1) & lengths(scalar))"
@@ -507,20 +501,15 @@ def test_factories_work_on_traced_values():
         )
 
     arguments = jnp.array([[True, True, False]]), jnp.array([2]), jnp.array([[1, 1, 2]])
-    np.testing.assert_array_equal(
-        jax.jit(build)(*arguments).table(3, 3), build(*arguments).table(3, 3)
-    )
+    np.testing.assert_array_equal(jax.jit(build)(*arguments).table(3, 3), build(*arguments).table(3, 3))
 
 
 def test_vmap_takes_the_batch_axis_of_every_array():
     rng = np.random.default_rng(5)
     mask = masks.causal() & (
-        masks.explicit(rng.random((2, 3, 5, 7)) < 0.7, "b h q k")
-        | ~masks.padding(rng.random((2, 7)) < 0.5)
+        masks.explicit(rng.random((2, 3, 5, 7)) < 0.7, "b h q k") | ~masks.padding(rng.random((2, 7)) < 0.5)
     )
-    mask &= masks.lengths([4, 6]) | masks.segments(
-        rng.integers(0, 2, (2, 5)), rng.integers(0, 2, (2, 7))
-    )
+    mask &= masks.lengths([4, 6]) | masks.segments(rng.integers(0, 2, (2, 5)), rng.integers(0, 2, (2, 7)))
     frame = Frame(5, 7)
 
     def one(mask):
@@ -554,9 +543,7 @@ def test_torch_mha_true_is_blocked():
     both = masks.from_torch_mha(blocked, keys)
     np.testing.assert_array_equal(both.table(2, 3)[:, 0], ~blocked & ~keys[:, None])
     assert both.source_valid(3) is None  # torch hides such keys and does not zero rows
-    np.testing.assert_array_equal(
-        masks.from_torch_mha(key_padding_mask=keys[0]).table(1, 3)[0], ~keys[:1]
-    )
+    np.testing.assert_array_equal(masks.from_torch_mha(key_padding_mask=keys[0]).table(1, 3)[0], ~keys[:1])
     assert masks.from_torch_mha().table(2, 2).all()
 
 

@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import jaxattn as ja
 import pytest
-import variants
 from flax import nnx
+
+import jaxattn as ja
+import variants
 
 M, H, T = 12, 3, 5
 

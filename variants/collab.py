@@ -120,8 +120,10 @@ def collab(
             return ja.Upgrade(
                 None, f"width {sizes.qk_width} is below heads * d_qk = {spec.heads * spec.d_qk}"
             )
-        if spec.bias_q and (spec.rotary is not None or not content_bias):
-            return ja.Upgrade(None, "a query bias needs the content bias, and no rotary positions")
+        turned = spec.rotary is not None and (spec.bias_q or spec.bias_k)
+        if turned or (spec.bias_q and not content_bias):
+            why = "a bias of query or key needs the content bias, and no rotary positions to turn it"
+            return ja.Upgrade(None, why)
 
         def upgrade(mha, fresh):
             def packed(name):
@@ -132,9 +134,7 @@ def collab(
             if content_bias:
                 own["content_bias"] = jnp.zeros((spec.in_k, spec.heads), kernel.dtype)
             if content_bias and "bias" in mha["query"]:
-                own["content_bias"] = einops.einsum(
-                    kernel, mha["query"]["bias"], "m h d, h d -> m h"
-                )
+                own["content_bias"] = einops.einsum(kernel, mha["query"]["bias"], "m h d, h d -> m h")
             heads = mha["heads"] | {"collab": own}
             return mha | {"query": packed("query"), "key": packed("key"), "heads": heads}
 

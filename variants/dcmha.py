@@ -82,14 +82,17 @@ def dcmha(
                 )
         return sizes if qk_norm is None else sizes._replace(qk_norm=qk_norm)
 
-    def heads_of(at: ja.Site, site: str) -> int:
-        return at.sizes.softmax_heads if site == "pre" else at.sizes.output_heads
+    def stage_of(at: ja.Site, site: str) -> tuple[int, int]:
+        """Which stage of the site was claimed, and its number of heads."""
+        claimed, index = (at.sizes.pre, at.pre) if site == "pre" else (at.sizes.post, at.post)
+        assert index is not None
+        return index, claimed[index].heads_in
 
     def init(rng, at: ja.Site, dtype):
         widths = {"query": at.sizes.spec.in_q, "key": at.sizes.spec.in_k}
         params = {}
         for number, site in enumerate(stages):
-            h = heads_of(at, site)
+            _, h = stage_of(at, site)
             n = h // groups
             u = 2 * rank * n
             params[site] = {}
@@ -111,16 +114,13 @@ def dcmha(
 
     def generate(params, x, side, at: ja.Site, which: str):
         for site in stages:
-            index = at.pre if site == "pre" else at.post
-            placed = place(getattr(side, site), index, factors(params[site][which], x))
+            placed = place(getattr(side, site), stage_of(at, site)[0], factors(params[site][which], x))
             side = side._replace(**{site: placed})
         return side
 
     def factors(params, x) -> ja.Factors:
         """The row factors of one stage and side: x [..., n, m]."""
-        params = jax.tree.map(
-            lambda leaf: leaf.astype(jnp.promote_types(x.dtype, leaf.dtype)), params
-        )
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(x.dtype, leaf.dtype)), params)
         hidden = contract(x, params["hidden"], "... n m, m g u -> ... n g u")
         hidden = jax.nn.gelu(hidden, approximate=gelu == "tanh")
         expand = functools.partial(einops.rearrange, pattern="u r (g i) -> g u r i", g=groups)
@@ -136,15 +136,14 @@ def dcmha(
         changes = {}
         for site in stages:
             mix = ja.Mix(params[site]["static"], skip=True)
-            changes[site] = place(
-                getattr(coupling, site), at.pre if site == "pre" else at.post, mix
-            )
+            changes[site] = place(getattr(coupling, site), stage_of(at, site)[0], mix)
         return dataclasses.replace(coupling, **changes)
 
     def declare(at: ja.Site) -> ja.Declaration:
         leaves = {"hidden": "m g u", "down": "u r h", "up": "u r h", "diag": "m h"}
         axes = {
-            site: {"query": leaves, "key": leaves} | ({"static": "g i o"} if static else {})
+            site: {"query": leaves, "key": leaves}
+            | ({"static": "g h h" if groups == 1 else "g i o"} if static else {})
             for site in stages
         }
         ties = {"pre": ("hl", "hs"), "post": ("hs", "hv")}
@@ -154,12 +153,10 @@ def dcmha(
             return mha | {"heads": mha["heads"] | {"dcmha": own}}
 
         n = at.sizes.output_heads // groups
-        exchangeable = None if groups == 1 else tuple(
-            tuple(range(g * n, (g + 1) * n)) for g in range(groups)
-        )  # fmt: skip
-        exact = (
-            ja.Upgrade(upgrade) if qk_norm is None else ja.Upgrade(None, "MHA without head norms")
-        )
+        # A static leaf of several groups has no axis of all heads by which to permute it.
+        inside = tuple(tuple(range(g * n, (g + 1) * n)) for g in range(groups))
+        exchangeable = None if groups == 1 else () if static else inside
+        exact = ja.Upgrade(upgrade) if qk_norm is None else ja.Upgrade(None, "MHA without head norms")
         return ja.Declaration(axes, ties=frozenset(ties[s] for s in stages),
                               exchangeable=exchangeable, upgrade=exact)  # fmt: skip
 

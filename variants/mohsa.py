@@ -70,15 +70,13 @@ def mohsa(overlap: int = 4, beyond_neighbours: bool = False) -> ja.HeadTransform
 
     def declare(at: ja.Site) -> ja.Declaration:
         exact = (
-            ja.Upgrade()
+            ja.Upgrade(lambda mha, fresh: mha)
             if overlap == 0
             else ja.Upgrade(None, "neighbours' channels enter the scores")
         )
         return ja.Declaration(exchangeable=(), upgrade=exact)
 
-    return ja.HeadTransform(
-        "mohsa", adapt=adapt, query_side=query_side, expand=expand, declare=declare
-    )
+    return ja.HeadTransform("mohsa", adapt=adapt, query_side=query_side, expand=expand, declare=declare)
 
 
 def widen(heads: Array, overlap: int) -> Array:

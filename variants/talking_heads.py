@@ -63,9 +63,9 @@ def talking_heads(
     for name in dynamic:
         check_option("talking_heads: dynamic", name, DYNAMIC)
     stages = tuple(site for site, used in (("pre", pre), ("post", post)) if used)
-    for name in (*dynamic, *(f"{s}_bias" for s in ("pre", "post") if bias and s not in stages)):
+    for name in dynamic:
         if name.split("_")[0] not in stages:
-            raise ValueError(f"talking_heads: {name} needs {name.split('_')[0]}=True.")
+            raise ValueError(f"talking_heads: dynamic {name!r} needs {name.split('_')[0]}=True.")
 
     def adapt(sizes: ja.Sizes) -> ja.Sizes:
         if logit_heads is not None and logit_heads != sizes.logit_heads:
@@ -108,9 +108,7 @@ def talking_heads(
             leaves = {"kernel": jnp.eye(i, o, dtype=dtype)}
             if init == "paper":
                 kernel_key = jax.random.fold_in(rng, len(params))
-                leaves["kernel"] = jax.random.normal(kernel_key, (i, o), dtype) / jnp.sqrt(
-                    i
-                ).astype(dtype)
+                leaves["kernel"] = jax.random.normal(kernel_key, (i, o), dtype) / jnp.sqrt(i).astype(dtype)
             if bias:
                 leaves["bias"] = jnp.zeros(o, dtype)
             for side, width in widths.items():
@@ -161,11 +159,7 @@ def talking_heads(
                 }
             return mha | {"heads": mha["heads"] | {"talking_heads": own}}
 
-        exact = (
-            ja.Upgrade(upgrade)
-            if square
-            else ja.Upgrade(None, "head counts differ from those of MHA")
-        )
+        exact = ja.Upgrade(upgrade) if square else ja.Upgrade(None, "head counts differ from those of MHA")
         return ja.Declaration(axes=axes, upgrade=exact)
 
     return ja.HeadTransform(

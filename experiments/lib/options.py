@@ -5,6 +5,7 @@ A variant's group is made from the signature of its factory, so no list of optio
 
 import dataclasses
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -137,7 +138,7 @@ def peek(argv: Sequence[str], flag: str, default: str) -> str:
     >>> peek(["--seed", "1", "--preset=nanogpt"], "--preset", "default")
     'nanogpt'
     """
-    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    for argument, following in itertools.pairwise([*argv, ""]):
         if argument == flag:
             return following
         if argument.startswith(f"{flag}="):

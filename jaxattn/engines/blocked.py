@@ -67,7 +67,7 @@ class Group(NamedTuple):
 class Parts(NamedTuple):
     """The arrays of a call by how they are cut: by query rows, by keys, not at all, by both."""
 
-    query: QuerySide
+    query: QuerySide | None
     key: KeySide
     coupling: Coupling
     bias: Array | None
@@ -97,7 +97,8 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
         return jax.jvp(lambda x: _forward(rejoin(x, others), groups), (floats,), (tangents,))[1]
 
     def pull(residuals, cotangent):
-        return _backward(*residuals, rejoin, groups, cotangent)
+        floats, others = residuals
+        return _backward(floats, rejoin(floats, others), groups, cotangent)
 
     @heads.defjvp
     def heads_jvp(primals, tangents):
@@ -108,7 +109,7 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
 
 def _floats(tree: PyTree) -> tuple[PyTree, PyTree]:
     """The floating arrays of a tree and its other arrays, each with None in place of the rest."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     floats = jax.tree.map(lambda x: x if is_float(x) else None, tree)
     return floats, jax.tree.map(lambda x: None if is_float(x) else x, tree)
 
@@ -119,7 +120,7 @@ def _with(call: Call, parts: Parts) -> Call:
 
 def _join(floats: PyTree, others: PyTree) -> PyTree:
     """One tree from two that have None where the other has an array."""
-    pick = lambda a, b: b if a is None else a  # noqa: E731  (one use)
+    pick = lambda a, b: b if a is None else a
     return jax.tree.map(pick, floats, others, is_leaf=lambda x: x is None)
 
 
@@ -180,13 +181,10 @@ def _forward(call: Call, groups: list[Group]) -> Array:
     return jnp.concatenate(parts, axis=-3)
 
 
-def _backward(floats: Parts, others: Any, rejoin, groups: list[Group], cotangent: Array) -> Parts:
+def _backward(floats: Parts, call: Call, groups: list[Group], cotangent: Array) -> Parts:
     """Cotangents of all floating arrays, block by block; what keys are owed is added in place."""
-    call = rejoin(floats, others)
     shared = floats._replace(query=None)
-    owed = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shared
-    )
+    owed = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shared)
     key_axes = map_rows(lambda x, axis: axis, floats.key)
     query_axes = map_rows(lambda x, axis: axis, floats.query)
     queries = []
@@ -201,7 +199,7 @@ def _backward(floats: Parts, others: Any, rejoin, groups: list[Group], cotangent
             cut = _cut(call, group, query, q_start, k_start)
             parts = Parts(cut.query, cut.key, cut.coupling, cut.bias)
             moving, still = _floats(parts)
-            block = lambda x: _rows(_with(cut, _join(x, still)), q_start, k_start)  # noqa: E731
+            block = lambda x: _rows(_with(cut, _join(x, still)), q_start, k_start)
             (moved,) = jax.vjp(block, moving)[1](cotangent)
             key = jax.tree.map(
                 lambda axis, a, b: _add_at(a, b, {axis: k_start}), key_axes, owed.key, moved.key
@@ -210,14 +208,12 @@ def _backward(floats: Parts, others: Any, rejoin, groups: list[Group], cotangent
             bias = owed.bias
             if bias is not None:
                 starts = {-2: q_start, -1: k_start}
-                bias = _add_at(
-                    bias, moved.bias, {n: s for n, s in starts.items() if bias.shape[n] > 1}
-                )
+                bias = _add_at(bias, moved.bias, {n: s for n, s in starts.items() if bias.shape[n] > 1})
             return Parts(None, key, coupling, bias), moved.query
 
         xs = query, group.split(cotangent, -3), group.starts, group.k_starts
         owed, moved = jax.lax.scan(step, owed, xs)
-        join = lambda axis, x, group=group: group.join(x, axis)  # noqa: E731  (one use)
+        join = lambda axis, x, group=group: group.join(x, axis)
         queries.append(jax.tree.map(join, query_axes, moved))
     query = jax.tree.map(lambda axis, *x: jnp.concatenate(x, axis), query_axes, *queries)
     owed = jax.tree.map(lambda x, total: total.astype(x.dtype), shared, owed)
@@ -226,9 +222,7 @@ def _backward(floats: Parts, others: Any, rejoin, groups: list[Group], cotangent
 
 def _cut(call: Call, group: Group, query: QuerySide, q_start, k_start) -> Call:
     """The call of one block: its query rows, the keys that they reach, its part of the bias."""
-    cut = functools.partial(
-        jax.lax.dynamic_slice_in_dim, start_index=k_start, slice_size=group.k_size
-    )
+    cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=k_start, slice_size=group.k_size)
     key = map_rows(lambda x, axis: cut(x, axis=axis), call.key)
     bias = _cut_bias(call.bias, q_start, group.size, k_start, group.k_size)
     return call._replace(query=query, key=key, bias=bias)
@@ -252,7 +246,7 @@ def _rows(call: Call, q_start: int | Array, k_start: int | Array) -> Array:
     weights = formula.softmax(jnp.concatenate(parts, axis=-1), visible)
 
     def values(start: int, size: int) -> Array:
-        span = lambda x: x[..., start : start + size] if x.shape[-1] == k_size else x  # noqa: E731
+        span = lambda x: x[..., start : start + size] if x.shape[-1] == k_size else x
         part = tile(start, size)
         _, used = formula.post(part, span(weights), span(visible), q_start, k_start + start)
         return formula.gather(used, part.key.value, call.coupling.value_of, call.dtype)

@@ -45,9 +45,7 @@ def gather(weights: Array, value: Array, value_of: tuple[int, ...] | None, dtype
     return einops.rearrange(out, f"... q hV g v -> ... q {order} v")
 
 
-def _order(
-    n_heads: str, source: Array, of: tuple[int, ...] | None, heads: int
-) -> tuple[str, Array]:
+def _order(n_heads: str, source: Array, of: tuple[int, ...] | None, heads: int) -> tuple[str, Array]:
     """How heads group over source heads; an irregular order picks the source heads one by one."""
     n = source.shape[-2]
     block = tuple(i * n // heads for i in range(heads))

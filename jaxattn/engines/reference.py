@@ -20,7 +20,7 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
     def whole(array, trailing):  # give an array that broadcasts all its axes
         return None if array is None else jnp.broadcast_to(array, (*batch, *trailing(array)))
 
-    score_axes = lambda x: (x.shape[-3], q_len, k_len)  # noqa: E731  (used twice, right here)
+    score_axes = lambda x: (x.shape[-3], q_len, k_len)
     visible = whole(call.mask.block(call.frame, 0, q_len, 0, k_len), score_axes)
     bias = whole(call.bias, score_axes)
     query = call.query._replace(position=_positions(call.query.position, batch, q_len), valid=None)
@@ -31,7 +31,7 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
             query, visible, bias, kept = row
             return _row(call, query, key, visible, bias, kept)
 
-        heads_last = lambda x: None if x is None else jnp.moveaxis(x, -2, 0)  # noqa: E731
+        heads_last = lambda x: None if x is None else jnp.moveaxis(x, -2, 0)
         return jax.lax.map(one_row, (query, *map(heads_last, (visible, bias, kept))))
 
     loop = one_example
@@ -92,9 +92,7 @@ def _row(call: Call, query, key, visible, bias, kept) -> tuple[Array, dict[str, 
             out.append(used[h] * key_row.value[of].astype(dtype))
         return mixed, jnp.stack(out)
 
-    mixed, parts = jax.lax.map(
-        pair_weights, (weights, key, visible.T, None if kept is None else kept.T)
-    )
+    mixed, parts = jax.lax.map(pair_weights, (weights, key, visible.T, None if kept is None else kept.T))
     values = dict(logits=raw, mixed_logits=logits, weights=weights, mixed_weights=mixed)
     return parts.sum(0), {name: x.T for name, x in values.items()}
 

@@ -33,9 +33,7 @@ def reference(
         keys, content = [], []  # [s][c] shared by all heads, [s][h]
         for s, row in enumerate(rows_k[b]):
             keys.append(_rotate_blocks(core.project(row, p["key"])[0], at_k[s], spec))
-            content.append(
-                core.vector(row, own["content_bias"]) if content_bias else [0.0] * len(mixing)
-            )
+            content.append(core.vector(row, own["content_bias"]) if content_bias else [0.0] * len(mixing))
         values = [core.project(row, p["value"]) for row in rows_v[b]]
         y.append([])
         for t, row in enumerate(rows_q):

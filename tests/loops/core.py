@@ -65,9 +65,7 @@ def merge(heads, out) -> list:
     kernel, bias = out["kernel"], out.get("bias")
     y = []
     for m in range(len(kernel[0][0])):
-        value = sum(
-            heads[h][c] * kernel[h][c][m] for h in range(len(heads)) for c in range(len(heads[h]))
-        )
+        value = sum(heads[h][c] * kernel[h][c][m] for h in range(len(heads)) for c in range(len(heads[h])))
         y.append(value + (bias[m] if bias is not None else 0.0))
     return y
 
@@ -115,9 +113,7 @@ def key_heads(params, row, position, spec) -> list[list]:
 def _heads(params, side, row, position, spec):
     kind, rotary = spec.get("qk_norm"), spec.get("rotary")
     scale = params[f"{side}_ln"]["scale"] if kind else None
-    return [
-        rotate(norm(head, scale, kind), position, rotary) for head in project(row, params[side])
-    ]
+    return [rotate(norm(head, scale, kind), position, rotary) for head in project(row, params[side])]
 
 
 def width(spec) -> int:

@@ -37,8 +37,7 @@ def reference(
         keys = [core.key_heads(p, rows_k[b][s], at_k[s], spec) for s in range(len(rows_k[b]))]
         values = [core.project(row, p["value"]) for row in rows_v[b]]
         by_key = {
-            name: [_weights(row, own[name]["key"], groups, gelu) for row in rows_k[b]]
-            for name in stages
+            name: [_weights(row, own[name]["key"], groups, gelu) for row in rows_k[b]] for name in stages
         }
         y.append([])
         for t, row in enumerate(rows_q):
@@ -54,9 +53,7 @@ def reference(
                 if pre:
                     static = own["pre"].get("static")
                     logits = _compose(logits, by_query["pre"], by_key["pre"][s], static, groups)
-                composed.append(
-                    [core.finite(x, spec, bias, b, h, t, s) for h, x in enumerate(logits)]
-                )
+                composed.append([core.finite(x, spec, bias, b, h, t, s) for h, x in enumerate(logits)])
             columns = [core.softmax([pair[h] for pair in composed]) for h in range(len(query))]
             heads = [[0.0] * len(values[0][0]) for _ in query]
             for n, s in enumerate(seen):

@@ -75,9 +75,7 @@ def gate_values(
     return core.array(values)
 
 
-def balance(
-    params, x_q, *, spec, shared, top_k, router="learned", valid=None, form="paper"
-) -> complex:
+def balance(params, x_q, *, spec, shared, top_k, router="learned", valid=None, form="paper") -> complex:
     """Balance loss: sum_i P_i f_i over routed heads ("paper"), or times their number ("released").
 
     P_i is the mean probability of head i over valid tokens, f_i the share of tokens that select it.
@@ -88,9 +86,7 @@ def balance(
         for t, row in enumerate(rows):
             if valid is not None and not valid[b][t]:
                 continue
-            scores = np.array(
-                _probability(p, row, core.query_heads(p, row, 0, spec), shared, router)
-            )
+            scores = np.array(_probability(p, row, core.query_heads(p, row, 0, spec), shared, router))
             on = core.largest(scores, top_k)
             probability = probability + scores
             selected = selected + np.array([float(i in on) for i in range(len(scores))])
