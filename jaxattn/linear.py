@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -39,8 +40,8 @@ def linear_map(
         >>> import jax.numpy as jnp
         >>> scale = lambda r, x: r * x
         >>> f = lambda x: linear_map(scale, scale, jnp.array(3.0), x)
-        >>> jax.grad(f)(2.0), jax.jvp(f, (2.0,), (1.0,))[1]
-        (Array(3., dtype=float32, weak_type=True), Array(3., dtype=float32, weak_type=True))
+        >>> float(jax.grad(f)(2.0)), float(jax.jvp(f, (2.0,), (1.0,))[1])
+        (3.0, 3.0)
     """
     flat_residuals, residual_tree = jax.tree.flatten(residuals)
     flat_operands, operand_tree = jax.tree.flatten(operands)
@@ -92,6 +93,7 @@ def _transpose(cotangents, *args, forward, transpose, n):
 
 
 def _batch(args, dims, *, forward, transpose, n):
+    args = [jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x for x in args]
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
 
     def transpose_rows(*args):

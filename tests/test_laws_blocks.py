@@ -18,7 +18,7 @@ BATCH, ROWS, KEYS, MODEL, HEADS = 2, 37, 17, 11, 4
 OPTIONS = {
     "mha": {},
     "mohsa": {"overlap": 2},
-    "talking_heads": {"dynamic": ("pre_key", "post_query")},
+    "talking_heads": {"bias": True, "dynamic": ("pre_key", "post_query")},
     "dcmha": {"rank": 1},
     "moh": {"shared": 1, "top_k": 2},
     "collab": {"width": 7},
@@ -185,7 +185,7 @@ def test_forward_and_reverse_mode_are_adjoint(name):
 def test_modes_nest_and_transforms_compose():
     """Hessian-vector products each way, vmap over parameters and masks, remat and scan, as dense."""
     attn, params, x, _ = made(BOTH_MIXES)
-    hidden = np.random.default_rng(4).random((3, ROWS, ROWS)) < 0.6
+    hidden = jnp.asarray(np.random.default_rng(4).random((3, ROWS, ROWS)) < 0.6)
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.9 * leaf, 1.1 * leaf]), params)
     u = jnp.asarray(np.random.default_rng(5).normal(size=x.shape))
 

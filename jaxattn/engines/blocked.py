@@ -190,8 +190,10 @@ def _backward(floats: Parts, call: Call, groups: list[Group], cotangent: Array) 
     queries = []
     for group in groups:
         query = map_rows(group.split, call.query)
+        join = lambda axis, x, group=group: group.join(x, axis)
         if group.k_size == 0:
-            queries.append(jax.tree.map(jnp.zeros_like, map_rows(group.split, floats.query)))
+            nothing = jax.tree.map(jnp.zeros_like, map_rows(group.split, floats.query))
+            queries.append(jax.tree.map(join, query_axes, nothing))
             continue
 
         def step(owed, xs, group=group):
@@ -213,7 +215,6 @@ def _backward(floats: Parts, call: Call, groups: list[Group], cotangent: Array) 
 
         xs = query, group.split(cotangent, -3), group.starts, group.k_starts
         owed, moved = jax.lax.scan(step, owed, xs)
-        join = lambda axis, x, group=group: group.join(x, axis)
         queries.append(jax.tree.map(join, query_axes, moved))
     query = jax.tree.map(lambda axis, *x: jnp.concatenate(x, axis), query_axes, *queries)
     owed = jax.tree.map(lambda x, total: total.astype(x.dtype), shared, owed)
