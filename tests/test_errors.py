@@ -74,6 +74,9 @@ WIDTHS = {
     "batch": Refusal(
         lambda: apply(X_Q, X_KV[:1]), "batch axes b", r"\(1,\)", r"\(2,\)", "same leading axes"
     ),
+    "batch of a pair": Refusal(
+        lambda: apply(X_Q, (X_KV, X_KV[:1])), r"x_k.*x_v", r"\(1,\)", r"\(2,\)", "same leading axes"
+    ),
     "integers": Refusal(
         lambda: apply(jnp.ones((Q, MODEL), int)), "x_q", "int64", "floating", "cast", TypeError
     ),
