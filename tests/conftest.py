@@ -11,7 +11,7 @@ if version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
-import jax
+import jax  # noqa: E402  (the flags come first)
 
 jax.config.update("jax_enable_x64", True)
 
