@@ -91,7 +91,7 @@ def test_pub_06_scores_are_formed_in_float32(dtype, size, engine):
     q, k, v = (jnp.asarray(a, dtype)[None, :, None, None] for a in ([size], [size, -size], [1, 2]))
     rows = ja.QuerySide(q), ja.KeySide(k, v), ja.Coupling(scale=1.0)
     eager = ja.attend(*rows, engine=engine)[0]
-    options = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+    options = {"xla_backend_optimization_level": 3}
     optimised = jax.jit(lambda *rows: ja.attend(*rows, engine=engine)[0], compiler_options=options)
     np.testing.assert_allclose(eager, 1.0, atol=1e-6)
     np.testing.assert_allclose(optimised(*rows), 1.0, atol=1e-6)
