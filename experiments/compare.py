@@ -284,7 +284,7 @@ def finish(plan: Plan, rows: list[report.Row], console: Console) -> None:
     Console(width=max(console.width, report.WIDTH)).print(report.table(rows))
     for note in NOTES:
         console.print(note, highlight=False)
-    console.print(f"Written to {plan.folder}: report.md, report.png, results.json, metrics.jsonl")
+    console.print(f"written to {plan.folder}", soft_wrap=True)
 
 
 def progress(console: Console) -> Progress:

@@ -271,7 +271,8 @@ def finish(run: Run, state: train.State, console: Console) -> None:
     if skipped:
         console.print(f"{skipped} steps were left out: numbers that are not finite (see the log)")
     nats = [line["valid_loss"] for line in lines if "valid_loss" in line][-1]
-    console.print(f"validation {in_words(nats)} over {len(run.text.valid):,} symbols; {run.folder}")
+    console.print(f"validation {in_words(nats)} over {len(run.text.valid):,} symbols")
+    console.print(f"written to {run.folder}", soft_wrap=True)
 
 
 def in_words(nats: float) -> str:
