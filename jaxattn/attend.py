@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxattn.axes import check_axes, check_batch, check_floating, check_option
+from jaxattn.axes import check_axes, check_batch, check_boolean, check_floating, check_option
 from jaxattn.engines import dropout, select
 from jaxattn.engines.call import CAPTURES, Call
 from jaxattn.masks import Frame, Mask, as_mask, padding
@@ -58,6 +58,8 @@ def attend(
         (3, 2, 7)
     """
     query_side, key_side = _fill_stages(query_side, key_side, coupling)
+    if isinstance(capture, str):
+        raise TypeError(f"capture: got {capture!r}, expected a tuple of names. Fix: capture=({capture!r},).")
     for name in capture:
         check_option("capture", name, CAPTURES)
     batch = _check_sides(query_side, key_side, coupling)
@@ -132,6 +134,8 @@ def _check_sides(query: QuerySide, key: KeySide, coupling: Coupling) -> tuple[in
     ):
         if array is not None:
             check_axes(what, array, axes, fix=fix, k=k_len, q=q_len, hl=logit_heads)
+            if what.endswith("valid"):
+                check_boolean(what, array)
     for what, position, size in (("q", query.position, q_len), ("k", key.position, k_len)):
         if position is not None:
             check_axes(f"positions of {what}", position, f"... {what}", fix="one position a row",
@@ -249,6 +253,8 @@ def _typed(key: Array | None) -> Array | None:
         )
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key
+    if key.dtype != jnp.uint32:
+        raise TypeError(f"dropout_key: dtype is {key.dtype}, expected a PRNG key. Fix: jax.random.key(seed).")
     return jax.random.wrap_key_data(key)
 
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxattn import project
 from jaxattn.attend import attend
-from jaxattn.axes import check_axes, check_batch, check_floating
+from jaxattn.axes import check_axes, check_batch, check_boolean, check_floating
 from jaxattn.masks import Frame, Mask, as_mask
 from jaxattn.sides import Coupling, KeySide, Mix, QuerySide
 from jaxattn.spec import HeadSpec, Sizes
@@ -357,6 +357,11 @@ class Attention(NamedTuple):
 
     def _own(self, params: PyTree):
         """Each transform with its own parameters and its site."""
+        if "heads" not in params:
+            raise ValueError(
+                f"params: got the groups {', '.join(params)}, expected `heads` among them, the leaves of the "
+                "transforms. Fix: the tree that init makes; `heads` is {} where there are none."
+            )
         for link, site in zip(self.links, self.sites, strict=True):
             yield link, params["heads"].get(link.name, {}), site
 
@@ -402,6 +407,8 @@ def _check_rows(axis: str, x: Array, **per_row: Array | None) -> None:
                 f"{what}: shape {jnp.shape(array)}, expected axes [..., {axis}] = {x.shape[:-1]}, or "
                 f"[{axis}] = {x.shape[-2:-1]} for all examples. Fix: one entry for each row."
             )
+        if array is not None and what == "valid":
+            check_boolean(what, array)
 
 
 def _zero_invalid(x: Array, valid: Array | None) -> Array:

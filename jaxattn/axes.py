@@ -121,6 +121,15 @@ def check_floating(what: str, array: Array) -> None:
         )
 
 
+def check_boolean(what: str, array: Array) -> None:
+    """Raise a TypeError unless `array` is boolean."""
+    dtype = jnp.asarray(array).dtype
+    if dtype != jnp.bool_:
+        raise TypeError(
+            f"{what}: dtype is {dtype}, expected bool, True = counts. Fix: compare, as in x != 0."
+        )
+
+
 def check_option(what: str, got: object, allowed: Sequence[object]) -> None:
     """Raise a ValueError that lists what is allowed unless `got` is one of it."""
     if got not in allowed:

@@ -87,6 +87,9 @@ def ledger(
         batch, q_len, k_len: rows; self-attention where both lengths are those of one state.
         dtype: of the parameters, for bytes.
 
+    Raises:
+        ValueError: for a negative number of rows.
+
     Example:
         >>> from jaxattn.attention import attention
         >>> from jaxattn.spec import HeadSpec
@@ -99,6 +102,9 @@ def ledger(
     dot products of the traced program.
     """
     spec = attn.spec
+    for name, rows in (("batch", batch), ("q_len", q_len), ("k_len", k_len)):
+        if rows < 0:
+            raise ValueError(f"ledger: {name} = {rows}, expected at least 0.")
     params = jax.eval_shape(lambda: attn.init(jax.random.key(0), dtype))
     x_q = ShapeDtypeStruct((batch, q_len, spec.in_q), dtype)
     x_k = ShapeDtypeStruct((batch, k_len, spec.in_k), dtype)
@@ -107,6 +113,7 @@ def ledger(
     stored = jax.eval_shape(attn.key_side, params, (x_k, x_v))
     key = jax.eval_shape(attn.expand, stored)
     coupling = jax.eval_shape(attn.coupling, params)
+    one_row = tuple(ShapeDtypeStruct((1, x.shape[-1]), dtype) for x in (x_k, x_v))
     out_kernel = params["out"]["kernel"]
     pairs = batch * q_len * k_len
     stages = _stages(query, key, coupling, pairs)
@@ -138,7 +145,7 @@ def ledger(
         products=products,
         activations=activations,
         score_elements=pairs * query.query.shape[-2],
-        cache_elements=_size(stored) // (batch * k_len),
+        cache_elements=_size(jax.eval_shape(attn.key_side, params, one_row)),
         parameter_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params)),
         heads=dict(executed=stages.heads, active=attn.sizes.active_heads or stages.heads),
     )

@@ -115,6 +115,10 @@ class MultiHeadAttention(nnx.Module):
         self.deterministic = deterministic
         self.engine = engine
         uses_dropout = dropout_rate > 0 or head_dropout_rate > 0
+        if uses_dropout and not ("dropout" in rngs or "default" in rngs):
+            raise ValueError(
+                f"rngs: no stream for dropout, got {', '.join(rngs)}. Fix: nnx.Rngs(params=..., dropout=...)."
+            )
         self.rngs = rngs.dropout.fork() if uses_dropout else None
 
     def __call__(

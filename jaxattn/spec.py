@@ -108,6 +108,8 @@ class HeadSpec:
                 fill(self, name, self.use_bias)
         if self.scale is None:
             fill(self, "scale", 1 / math.sqrt(self.d_qk))
+        if not math.isfinite(self.scale):
+            raise ValueError(f"HeadSpec: scale = {self.scale}, expected a finite number.")
         for name in ("dropout", "head_dropout"):
             check_rate(f"HeadSpec: {name}", getattr(self, name))
         check_option("HeadSpec: qk_norm", self.qk_norm, (None, "rms", "layer"))

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -221,8 +220,3 @@ def resolve(sizes: Sizes, links: tuple[HeadTransform, ...]) -> tuple[Sizes, tupl
                 "Fix: give the transforms of this chain equal head counts."
             )
     return sizes, tuple(Site(sizes, pre, post) for pre, post in claims)
-
-
-def zeros_like_tree(tree: PyTree) -> PyTree:
-    """A tree of zeros of the same shapes; upgrades use it for dynamics that start switched off."""
-    return jax.tree.map(lambda leaf: leaf * 0, tree)

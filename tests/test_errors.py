@@ -349,6 +349,30 @@ BIASES = {
     ),
 }  # fmt: skip
 
+CALLS = {
+    "float validity": Refusal(
+        lambda: PLAIN.key_side(PARAMS, X_KV, valid=jnp.ones((BATCH, K))),
+        "valid", "float", "expected bool", "x != 0", TypeError,
+    ),
+    "float dropout key": Refusal(
+        lambda: apply(dropout_key=jnp.ones(2)),
+        "dropout_key", "float", "PRNG key", "jax.random.key", TypeError,
+    ),
+    "capture as a string": Refusal(
+        lambda: apply(capture="weights"), "capture", "'weights'", "tuple", r"\('weights',\)", TypeError
+    ),
+    "tree without heads": Refusal(
+        lambda: PLAIN.apply({n: v for n, v in PARAMS.items() if n != "heads"}, X_Q),
+        "params", "query, key, value, out", "expected `heads`", "init",
+    ),
+    "scale": Refusal(lambda: build(scale=float("nan")), "scale", "nan", "finite", ""),
+    "negative batch": Refusal(lambda: ja.ledger(PLAIN, -1, Q, K), "ledger: batch", "-1", "at least 0", ""),
+    "no stream for dropout": Refusal(
+        lambda: ja.MultiHeadAttention(HEADS, MODEL, dropout_rate=0.5, rngs=nnx.Rngs(params=0)),
+        "rngs", "params", "no stream for dropout", r"dropout=\.\.\.",
+    ),
+}  # fmt: skip
+
 MODULE = {
     "values without keys": Refusal(lambda: module()(X_Q, None, X_KV), "inputs_v", "given", "inputs_k", "Fix"),
     "no mode": Refusal(lambda: module(dropout_rate=0.5)(X_Q), "deterministic", "None", "True.*False", "Fix"),
@@ -358,7 +382,7 @@ REFUSALS = {
     f"{group}: {name}": refusal
     for group, table in {
         "widths": WIDTHS, "sizes": SIZES, "options": OPTIONS, "variants": VARIANTS,
-        "masks": MASKS, "bias": BIASES, "module": MODULE,
+        "masks": MASKS, "bias": BIASES, "calls": CALLS, "module": MODULE,
     }.items()
     for name, refusal in table.items()
 }  # fmt: skip
