@@ -264,6 +264,5 @@ def _drop_heads(call: Call, heads: Array) -> Array:
     if call.dropout_key is None or rate == 0:
         return heads
     key = jax.random.fold_in(call.dropout_key, HEAD_DROPOUT_STREAM)
-    batch = call.frame.batch
-    kept = dropout.keep(key, rate, ("q",), batch, heads.shape[-2], 0, 1, 0, 1)
+    kept = dropout.keep(key, rate, ("q",), (*call.frame.batch, heads.shape[-2], 1, 1))
     return dropout.scaled(heads, einops.rearrange(kept, "... h q k -> ... q h k"), rate)

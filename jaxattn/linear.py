@@ -46,13 +46,14 @@ def linear_map(
     flat_residuals, residual_tree = jax.tree.flatten(residuals)
     flat_operands, operand_tree = jax.tree.flatten(operands)
     n = len(flat_residuals)
+    forward = jax.jit(forward)
     out_tree = jax.tree.structure(jax.eval_shape(forward, residuals, operands))
 
     def flat(function: Callable, tree) -> Callable[..., list[Array]]:
         def call(*arrays):
             return jax.tree.leaves(function(residual_tree.unflatten(arrays[:n]), tree.unflatten(arrays[n:])))
 
-        return call
+        return jax.jit(call)  # traced once, however often JAX asks for shapes, rules and code
 
     out = linear_map_p.bind(
         *flat_residuals,
@@ -62,6 +63,39 @@ def linear_map(
         n=n,
     )
     return out_tree.unflatten(out)
+
+
+def with_pull(
+    function: Callable[..., tuple[PyTree, PyTree]], pull: Callable[[PyTree, PyTree, PyTree], PyTree]
+) -> Callable[..., PyTree]:
+    """The first result of `function`, with a reverse pass of its own, for every mode of JAX.
+
+    Args:
+        function: from trees of floating arrays to a result and what its reverse pass shall keep.
+        pull: `(operands, kept, cotangent) -> cotangents`, a tuple like the operands.
+
+    Example:
+        >>> square = with_pull(lambda x: (x * x, 2 * x), lambda operands, kept, t: (kept * t,))
+        >>> float(jax.grad(square)(3.0)), float(jax.jvp(square, (3.0,), (1.0,))[1])
+        (6.0, 6.0)
+    """
+
+    function = jax.jit(function)
+
+    @jax.custom_jvp
+    def ruled(*operands):
+        return function(*operands)[0]
+
+    def push(residuals, tangents):
+        return jax.jvp(lambda *operands: function(*operands)[0], residuals[0], tangents)[1]
+
+    @ruled.defjvp
+    def ruled_jvp(primals, tangents):
+        out, kept = function(*primals)
+        back = lambda residuals, cotangent: pull(residuals[0], residuals[1], cotangent)
+        return out, linear_map(push, back, (primals, kept), tangents)
+
+    return ruled
 
 
 def _impl(*args, forward, transpose, n):
@@ -101,8 +135,8 @@ def _batch(args, dims, *, forward, transpose, n):
         out = jax.vmap(transpose, in_axes=axes, out_axes=0, axis_size=size)(*args)
         return [_unbatch(x, d) for x, d in zip(out, dims[n:], strict=True)]
 
-    rows = jax.vmap(forward, in_axes=tuple(dims), out_axes=0, axis_size=size)
-    out = linear_map_p.bind(*args, forward=rows, transpose=transpose_rows, n=n)
+    rows = jax.jit(jax.vmap(forward, in_axes=tuple(dims), out_axes=0, axis_size=size))
+    out = linear_map_p.bind(*args, forward=rows, transpose=jax.jit(transpose_rows), n=n)
     return out, [0] * len(out)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -68,6 +69,10 @@ class Mask(abc.ABC):
     @abc.abstractmethod
     def arrays(self) -> tuple[Named, ...]:
         """The arrays in this mask, with the names of their last axes."""
+
+    @abc.abstractmethod
+    def map_arrays(self, function: Callable[[Array, int], Array]) -> "Mask":
+        """The mask with `function(array, core)` for each array; core counts the axes after the batch's."""
 
     def fill(self, frame: Frame, q_start: int, q_size: int, k_start: int, k_size: int) -> Fill:
         """What is known of a block statically; PARTIAL where data decide."""
@@ -238,6 +243,9 @@ class And(Mask):
     def arrays(self) -> tuple[Named, ...]:
         return tuple(named for part in self.parts for named in part.arrays())
 
+    def map_arrays(self, function: Callable[[Array, int], Array]) -> "Mask":
+        return And(tuple(part.map_arrays(function) for part in self.parts))
+
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         if not self.parts:
             return jnp.ones((1, 1, 1), bool)
@@ -270,6 +278,9 @@ class Or(Mask):
     def arrays(self) -> tuple[Named, ...]:
         return tuple(named for part in self.parts for named in part.arrays())
 
+    def map_arrays(self, function: Callable[[Array, int], Array]) -> "Mask":
+        return Or(tuple(part.map_arrays(function) for part in self.parts))
+
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         blocks = (part.block(frame, q_start, q_size, k_start, k_size) for part in self.parts)
         return functools.reduce(operator.or_, blocks)
@@ -298,6 +309,9 @@ class Not(Mask):
 
     def arrays(self) -> tuple[Named, ...]:
         return self.part.arrays()
+
+    def map_arrays(self, function: Callable[[Array, int], Array]) -> "Mask":
+        return Not(self.part.map_arrays(function))
 
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         return ~self.part.block(frame, q_start, q_size, k_start, k_size)

@@ -5,6 +5,7 @@ A value is rebuilt by jax from whatever leaves jit, vmap or a tree map carry, so
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -32,6 +33,9 @@ class Band(Mask):
 
     def arrays(self) -> tuple[Named, ...]:
         return ()
+
+    def map_arrays(self, function: Callable[[Array, int], Array]) -> Mask:
+        return self
 
     def _shift(self, frame: Frame) -> int:
         """How far the queries are moved; positions that are given are compared as they are."""
@@ -75,6 +79,9 @@ class Padding(Mask):
     def arrays(self) -> tuple[Named, ...]:
         return (Named("padding(valid)", self.valid, ("k",)),)
 
+    def map_arrays(self, function: Callable[[Array, int], Array]) -> Mask:
+        return Padding(function(self.valid, 1))
+
     def source_valid(self, k_len: int) -> Array | None:
         return self.valid
 
@@ -94,6 +101,9 @@ class Lengths(Mask):
 
     def arrays(self) -> tuple[Named, ...]:
         return (Named("lengths(n)", self.n, ()),)
+
+    def map_arrays(self, function: Callable[[Array, int], Array]) -> Mask:
+        return Lengths(function(self.n, 0))
 
     def source_valid(self, k_len: int) -> Array | None:
         return jnp.arange(k_len) < self.n[..., None]
@@ -121,6 +131,9 @@ class Segments(Mask):
             keys = Named("segments(k_ids)", self.k_ids, ("k",))
         return (Named("segments(q_ids)", self.q_ids, ("q",)), keys)
 
+    def map_arrays(self, function: Callable[[Array, int], Array]) -> Mask:
+        return Segments(function(self.q_ids, 1), None if self.k_ids is None else function(self.k_ids, 1))
+
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         k_ids = self.q_ids if self.k_ids is None else self.k_ids
         q = _rows(self.q_ids, q_start, q_size, -1)[..., None, :, None]
@@ -141,6 +154,9 @@ class Explicit(Mask):
 
     def arrays(self) -> tuple[Named, ...]:
         return (Named("explicit(array)", self.array, self.core),)
+
+    def map_arrays(self, function: Callable[[Array, int], Array]) -> Mask:
+        return Explicit(function(self.array, len(self.core)), self.core)
 
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         part = self.array

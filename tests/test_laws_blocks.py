@@ -30,7 +30,7 @@ each_variant = pytest.mark.parametrize("name", variants.VARIANTS)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for name, size in (("BLOCK_BYTES", 1), ("GROUPS", 2), ("GRAIN", 8), ("TILE", 11)):
+    for name, size in (("BLOCK_BYTES", 1), ("ROWS", (8, 8)), ("GROUPS", (2, 2)), ("GRAIN", 8), ("TILE", 11)):
         monkeypatch.setattr(f"jaxattn.engines.blocked.{name}", size)
 
 

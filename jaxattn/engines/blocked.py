@@ -2,12 +2,14 @@
 
 A block is some query rows against all keys that they can reach, all heads at once, so heads may be mixed
 before and after the softmax. Rows are grouped by reach: each group has one static number of keys, so
-that keys which causality or a window hides are never touched. The backward pass makes each block again
-and adds what it owes to the keys in place; nothing of the size of the scores is kept.
+that keys which causality or a window hides are never touched. Examples go one after another where a block
+of several would be large. The backward pass makes each block again and adds what it owes to the keys in
+place; nothing of the size of the scores is kept.
 """
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,19 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxattn.engines import formula
+from jaxattn.engines import formula, steps
 from jaxattn.engines.call import Call, Engine
+from jaxattn.engines.layout import Block, Keys, Rows, join_floats, lay_out, map_examples, split_floats
 from jaxattn.linear import linear_map
 from jaxattn.masks import Fill
-from jaxattn.sides import Coupling, KeySide, QuerySide, map_rows
+from jaxattn.sides import Coupling
 
 PyTree = Any
 
-GROUPS = 8  # static programs a call may compile; causal work is (1 + 1/GROUPS) / 2 of the square
+GROUPS = (8, 4)  # programs of a call without and with mixes; causal work is (1 + 1/GROUPS) / 2 of the square
 GRAIN = 128  # keys are skipped in multiples of this
 TILE = 512  # keys of which a data-dependent mask may skip all at once
-BLOCK_BYTES = 2**22  # scores of one block of rows
+BLOCK_BYTES = 2**23  # scores of one block
+ROWS = (64, 256)  # of a block: below, products lose speed; above, nothing is gained
 CAPTURES = ("heads",)
+Q_AXIS, K_AXIS = -2, -1
 
 
 class Group(NamedTuple):
@@ -52,97 +57,98 @@ class Group(NamedTuple):
         """The first row of each block."""
         return self.start + self.size * np.arange(self.blocks)
 
-    def split(self, x: Array, axis: int) -> Array:
-        """The group's rows of an array, its blocks leading: [..., t, ...] -> [n, ..., q, ...]."""
-        x = jax.lax.slice_in_dim(x, self.start, self.start + self.size * self.blocks, axis=axis)
-        after = " ".join(f"x{i}" for i in range(-axis - 1))
-        return einops.rearrange(x, f"... (n q) {after} -> n ... q {after}", q=self.size)
+    def split(self, x: Array) -> Array:
+        """The group's rows of an array, its blocks leading: [..., q, x] -> [n, ..., q, x]."""
+        x = jax.lax.slice_in_dim(x, self.start, self.start + self.size * self.blocks, axis=Q_AXIS)
+        return einops.rearrange(x, "... (n q) x -> n ... q x", n=self.blocks)
 
-    def join(self, x: Array, axis: int) -> Array:
+    def join(self, x: Array) -> Array:
         """The inverse of `split`."""
-        after = " ".join(f"x{i}" for i in range(-axis - 1))
-        return einops.rearrange(x, f"n ... q {after} -> ... (n q) {after}")
+        return einops.rearrange(x, "n ... q x -> ... (n q) x")
 
 
 class Parts(NamedTuple):
-    """The arrays of a call by how they are cut: by query rows, by keys, not at all, by both."""
+    """The arrays of a call: those of query rows, of keys, of neither, of both."""
 
-    query: QuerySide | None
-    key: KeySide
+    rows: Rows | None
+    keys: Keys | None
     coupling: Coupling
     bias: Array | None
 
 
+class Plan(NamedTuple):
+    """Which rows go together and which keys they see, and how many examples at once: all static."""
+
+    groups: list[Group]
+    examples: int
+
+
 def run(call: Call) -> tuple[Array, dict[str, Array]]:
     """Heads of all rows, with a reverse pass of their own that every mode of JAX can meet."""
-    groups = plan(call)
-    if not groups:
-        return _no_heads(call, call.frame.q_len), {}
-    parts = Parts(call.query, call.key, call.coupling, call.bias)
-    floats, others = _floats(parts)
+    batch, examples = call.frame.batch, math.prod(call.frame.batch)
+    plan = plan_of(call)
+    if 0 in (call.frame.q_len, call.frame.k_len, examples):
+        shape = (*batch, call.frame.q_len, call.output_heads, call.key.value.shape[-1])
+        return jnp.zeros(shape, call.key.value.dtype), {}
+    flat = lambda x, core: _flat(x, core, batch)
+    rows, keys = jax.tree.map(lambda x: x.reshape(examples, *x.shape[len(batch) :]), lay_out(call))
+    bias = None if call.bias is None else _flat(call.bias, 3, batch)
+    call = map_examples(flat, call)
+    floats, others = split_floats(Parts(rows, keys, call.coupling, bias))
     others = others, call.mask, call.dropout_key, call.frame.q_position, call.frame.k_position
 
-    def rejoin(floats: Parts, others: Any) -> Call:
+    def rejoin(floats: Parts, others: Any) -> tuple[Parts, Call]:
         rest, mask, dropout_key, q_position, k_position = others
         frame = call.frame._replace(q_position=q_position, k_position=k_position)
-        same = call._replace(mask=mask, dropout_key=dropout_key, frame=frame)
-        return _with(same, _join(floats, rest))
+        return join_floats(floats, rest), call._replace(mask=mask, dropout_key=dropout_key, frame=frame)
 
     @jax.custom_jvp
     def heads(floats, others):
-        return _forward(rejoin(floats, others), groups)
+        return _forward(*rejoin(floats, others), plan)
 
     def push(residuals, tangents):
         floats, others = residuals
-        return jax.jvp(lambda x: _forward(rejoin(x, others), groups), (floats,), (tangents,))[1]
+        return jax.jvp(lambda x: _forward(*rejoin(x, others), plan), (floats,), (tangents,))[1]
 
     def pull(residuals, cotangent):
         floats, others = residuals
-        return _backward(floats, rejoin(floats, others), groups, cotangent)
+        return _backward(floats, *rejoin(floats, others), plan, cotangent)
 
     @heads.defjvp
     def heads_jvp(primals, tangents):
         return heads(*primals), linear_map(push, pull, primals, tangents[0])
 
-    return heads(floats, others), {}
+    out = heads(floats, others)
+    return einops.rearrange(out.reshape(*batch, *out.shape[1:]), "... hv q v -> ... q hv v"), {}
 
 
-def _floats(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The floating arrays of a tree and its other arrays, each with None in place of the rest."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    floats = jax.tree.map(lambda x: x if is_float(x) else None, tree)
-    return floats, jax.tree.map(lambda x: None if is_float(x) else x, tree)
+def _flat(x: Array, core: int, batch: tuple[int, ...]) -> Array:
+    """An array with one batch axis in place of the call's, of size 1 where all examples are alike."""
+    x = jnp.asarray(x)
+    own = x.shape[: x.ndim - core]
+    if all(size == 1 for size in own):
+        return x.reshape(1, *x.shape[len(own) :])
+    return jnp.broadcast_to(x, (*batch, *x.shape[len(own) :])).reshape(-1, *x.shape[len(own) :])
 
 
-def _with(call: Call, parts: Parts) -> Call:
-    return call._replace(**parts._asdict())
-
-
-def _join(floats: PyTree, others: PyTree) -> PyTree:
-    """One tree from two that have None where the other has an array."""
-    pick = lambda a, b: b if a is None else a
-    return jax.tree.map(pick, floats, others, is_leaf=lambda x: x is None)
-
-
-def plan(call: Call) -> list[Group]:
-    """Which rows go together and which keys they see: static, from the mask's description."""
-    q_len, size = call.frame.q_len, block_rows(call)
+def plan_of(call: Call) -> Plan:
+    """The plan, from the shapes and from what the mask tells without its data."""
+    q_len, examples = call.frame.q_len, math.prod(call.frame.batch)
+    row_bytes = max(1, call.score_bytes // max(1, examples * q_len))
+    rows = ROWS[0]
+    while rows < ROWS[1] and 2 * rows * row_bytes <= BLOCK_BYTES:
+        rows *= 2
+    size = min(rows, max(1, q_len))
+    at_once = max(1, BLOCK_BYTES // (size * row_bytes))
+    at_once = max(n for n in range(1, max(1, examples) + 1) if n <= at_once and max(1, examples) % n == 0)
     whole, rest = divmod(q_len, size)
-    count = min(GROUPS, whole)
+    mixed = bool(call.coupling.pre or call.coupling.post)
+    count = min(GROUPS[mixed], whole)
     edges = [round(i * whole / count) for i in range(count + 1)] if count else []
     groups = [_reach(call, a * size, size, b - a) for a, b in itertools.pairwise(edges)]
     if rest:
         groups.append(_reach(call, whole * size, rest, 1))
-    return groups
-
-
-def block_rows(call: Call) -> int:
-    """Rows of one block: a power of two such that a block's scores take about BLOCK_BYTES."""
-    row_bytes = max(1, call.score_bytes // max(1, call.frame.q_len))
-    rows = 8
-    while rows < 256 and 2 * rows * row_bytes <= BLOCK_BYTES:
-        rows *= 2
-    return min(rows, max(1, call.frame.q_len))
+    return Plan(groups, at_once)
 
 
 def _reach(call: Call, start: int, size: int, blocks: int) -> Group:
@@ -163,107 +169,185 @@ def _reach(call: Call, start: int, size: int, blocks: int) -> Group:
     return Group(start, size, blocks, k_starts, k_size)
 
 
-def _forward(call: Call, groups: list[Group]) -> Array:
-    """Heads, group by group: a loop over the blocks of each."""
-    parts = []
-    for group in groups:
-        if group.k_size == 0:
-            parts.append(_no_heads(call, group.size * group.blocks))
-            continue
+def _forward(parts: Parts, call: Call, plan: Plan) -> Array:
+    """Heads [b, hv, q, v], examples by examples, group by group: a loop over the blocks of each."""
 
-        def block(xs, group=group):
-            query, q_start, k_start = xs
-            return _rows(_cut(call, group, query, q_start, k_start), q_start, k_start)
+    def some(xs):
+        rows, keys, start = xs
+        part, here = parts._replace(rows=rows, keys=keys), _of_examples(call, start, plan.examples)
+        done = [_group_forward(part, here, start, group) for group in plan.groups]
+        return jnp.concatenate(done, axis=Q_AXIS)
 
-        query = map_rows(group.split, call.query)
-        heads = jax.lax.map(block, (query, group.starts, group.k_starts))
-        parts.append(group.join(heads, -3))
-    return jnp.concatenate(parts, axis=-3)
+    return _merge(jax.lax.map(some, _loops(parts, plan)))
 
 
-def _backward(floats: Parts, call: Call, groups: list[Group], cotangent: Array) -> Parts:
+def _group_forward(part: Parts, call: Call, b_start: Array, group: Group) -> Array:
+    if group.k_size == 0:
+        assert part.keys is not None
+        value = part.keys.value
+        rows = group.size * group.blocks
+        return jnp.zeros((value.shape[0], call.output_heads, rows, value.shape[-2]), value.dtype)
+
+    def block(xs):
+        rows, q_start, k_start = xs
+        block = _cut(part, call, group, rows, (b_start, q_start, k_start))
+        return _heads(block, _data_decides(call))
+
+    rows = jax.tree.map(group.split, part.rows)
+    return group.join(jax.lax.map(block, (rows, group.starts, group.k_starts)))
+
+
+def _backward(floats: Parts, parts: Parts, call: Call, plan: Plan, cotangent: Array) -> Parts:
     """Cotangents of all floating arrays, block by block; what keys are owed is added in place."""
-    shared = floats._replace(query=None)
-    owed = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shared)
-    key_axes = map_rows(lambda x, axis: axis, floats.key)
-    query_axes = map_rows(lambda x, axis: axis, floats.query)
-    queries = []
-    for group in groups:
-        query = map_rows(group.split, call.query)
-        join = lambda axis, x, group=group: group.join(x, axis)
-        if group.k_size == 0:
-            nothing = jax.tree.map(jnp.zeros_like, map_rows(group.split, floats.query))
-            queries.append(jax.tree.map(join, query_axes, nothing))
-            continue
+    zeros = lambda tree: jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), tree
+    )
 
-        def step(owed, xs, group=group):
-            query, cotangent, q_start, k_start = xs
-            cut = _cut(call, group, query, q_start, k_start)
-            parts = Parts(cut.query, cut.key, cut.coupling, cut.bias)
-            moving, still = _floats(parts)
-            block = lambda x: _rows(_with(cut, _join(x, still)), q_start, k_start)
-            (moved,) = jax.vjp(block, moving)[1](cotangent)
-            key = jax.tree.map(
-                lambda axis, a, b: _add_at(a, b, {axis: k_start}), key_axes, owed.key, moved.key
-            )
-            coupling = jax.tree.map(jnp.add, owed.coupling, moved.coupling)
-            bias = owed.bias
-            if bias is not None:
-                starts = {-2: q_start, -1: k_start}
-                bias = _add_at(bias, moved.bias, {n: s for n, s in starts.items() if bias.shape[n] > 1})
-            return Parts(None, key, coupling, bias), moved.query
+    def some(shared, xs):
+        (rows, keys, start), cotangent = xs
+        part, here = parts._replace(rows=rows, keys=keys), _of_examples(call, start, plan.examples)
+        float_keys, _ = split_floats(keys)
+        owed = Parts(None, zeros(float_keys), shared.coupling, shared.bias)
+        done = []
+        for group in plan.groups:
+            owed, moved = _group_backward(part, here, start, group, owed, cotangent)
+            done.append(moved)
+        of_rows = jax.tree.map(lambda *x: jnp.concatenate(x, axis=Q_AXIS), *done)
+        cast = lambda x, total: total.astype(x.dtype)
+        of_keys = jax.tree.map(cast, float_keys, owed.keys)
+        return owed._replace(keys=None), (of_rows, of_keys)
 
-        xs = query, group.split(cotangent, -3), group.starts, group.k_starts
-        owed, moved = jax.lax.scan(step, owed, xs)
-        queries.append(jax.tree.map(join, query_axes, moved))
-    query = jax.tree.map(lambda axis, *x: jnp.concatenate(x, axis), query_axes, *queries)
-    owed = jax.tree.map(lambda x, total: total.astype(x.dtype), shared, owed)
-    return owed._replace(query=query)
+    shared = Parts(None, None, zeros(floats.coupling), zeros(floats.bias))
+    split = einops.rearrange(cotangent, "(n b) ... -> n b ...", b=plan.examples)
+    shared, sides = jax.lax.scan(some, shared, (_loops(parts, plan), split))
+    shared = jax.tree.map(lambda x, total: total.astype(x.dtype), (floats.coupling, floats.bias), shared[2:])
+    return Parts(*jax.tree.map(_merge, sides), *shared)
 
 
-def _cut(call: Call, group: Group, query: QuerySide, q_start, k_start) -> Call:
-    """The call of one block: its query rows, the keys that they reach, its part of the bias."""
-    cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=k_start, slice_size=group.k_size)
-    key = map_rows(lambda x, axis: cut(x, axis=axis), call.key)
-    bias = _cut_bias(call.bias, q_start, group.size, k_start, group.k_size)
-    return call._replace(query=query, key=key, bias=bias)
+def _group_backward(part: Parts, call: Call, b_start: Array, group: Group, owed: Parts, cotangent: Array):
+    rows = jax.tree.map(group.split, part.rows)
+    if group.k_size == 0:
+        nothing = jax.tree.map(jnp.zeros_like, split_floats(rows)[0])
+        return owed, jax.tree.map(group.join, nothing)
+
+    def step(owed, xs):
+        rows, cotangent, q_start, k_start = xs
+        start = b_start, q_start, k_start
+        block = _cut(part, call, group, rows, start)
+        moving, still = split_floats(Parts(block.rows, block.keys, block.coupling, block.bias))
+        again = lambda x: _heads(block._replace(**join_floats(x, still)._asdict()), _data_decides(call))
+        (moved,) = jax.vjp(again, moving)[1](cotangent)
+        keys = jax.tree.map(lambda a, b: _add_at(a, b, {K_AXIS: k_start}), owed.keys, moved.keys)
+        coupling = jax.tree.map(jnp.add, owed.coupling, moved.coupling)
+        bias = owed.bias
+        if bias is not None:
+            starts = {-4: b_start, Q_AXIS: q_start, K_AXIS: k_start}
+            bias = _add_at(bias, moved.bias, {n: s for n, s in starts.items() if bias.shape[n] > 1})
+        return Parts(None, keys, coupling, bias), moved.rows
+
+    owed, moved = jax.lax.scan(step, owed, (rows, group.split(cotangent), group.starts, group.k_starts))
+    return owed, jax.tree.map(group.join, moved)
 
 
-def _rows(call: Call, q_start: int | Array, k_start: int | Array) -> Array:
-    """Heads of a call that is one block, which lies at the given starts."""
-    q_size, k_size = call.query.query.shape[-3], call.key.key.shape[-3]
-    visible = call.mask.block(call.frame, q_start, q_size, k_start, k_size)
-    tiles = _tiles(call, visible, k_size)
+def _loops(parts: Parts, plan: Plan) -> tuple[Rows | None, Keys | None, Array]:
+    """Both sides with the loop over examples leading, and the first example of each turn."""
+    split = lambda x: einops.rearrange(x, "(n b) ... -> n b ...", b=plan.examples)
+    rows, keys = jax.tree.map(split, (parts.rows, parts.keys))
+    turns = jax.tree.leaves(rows)[0].shape[0]
+    return rows, keys, plan.examples * jnp.arange(turns)
 
-    def tile(start: int, size: int) -> Call:
-        span = functools.partial(jax.lax.slice_in_dim, start_index=start, limit_index=start + size)
-        key = map_rows(lambda x, axis: span(x, axis=axis), call.key)
-        return call._replace(key=key, bias=_cut_bias(call.bias, 0, q_size, start, size))
+
+def _merge(x: Array) -> Array:
+    return einops.rearrange(x, "n b ... -> (n b) ...")
+
+
+def _of_examples(call: Call, start: Array, count: int) -> Call:
+    """The call with the mask and positions of some examples."""
+
+    def take(x: Array, core: int) -> Array:
+        axis = x.ndim - core - 1
+        return x if x.shape[axis] == 1 else jax.lax.dynamic_slice_in_dim(x, start, count, axis)
+
+    return map_examples(take, call)
+
+
+def _cut(parts: Parts, call: Call, group: Group, rows: Rows, start: tuple[Array, Array, Array]) -> Block:
+    """One block: its query rows, the keys that they reach, its part of the bias."""
+    _, q_start, k_start = start
+    assert parts.keys is not None
+    examples = parts.keys.key.shape[0]
+    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, k_start, group.k_size, axis=K_AXIS)
+    return Block(
+        rows=rows,
+        keys=jax.tree.map(cut, parts.keys),
+        coupling=parts.coupling,
+        bias=_cut_bias(parts.bias, start, (examples, group.size, group.k_size)),
+        visible=call.mask.block(call.frame, q_start, group.size, k_start, group.k_size),
+        dropout_key=call.dropout_key,
+        start=start,
+    )
+
+
+def _data_decides(call: Call) -> bool:
+    """Whether the mask holds data, so that only at run time it is known which keys are hidden."""
+    return bool(jax.tree.leaves((call.mask, call.frame.q_position, call.frame.k_position)))
+
+
+def _cut_bias(bias: Array | None, starts, sizes: tuple[int, int, int]) -> Array | None:
+    """The block of a bias whose axes b, q and k may be 1."""
+    if bias is None:
+        return None
+    for axis, start, size in zip((-4, Q_AXIS, K_AXIS), starts, sizes, strict=True):
+        if bias.shape[axis] != 1:
+            bias = jax.lax.dynamic_slice_in_dim(bias, start, size, axis=axis)
+    return bias
+
+
+def _heads(block: Block, data_decides: bool) -> Array:
+    """Heads [b, hv, q, v] of one block; spans of keys in which the data hide everything are passed over."""
+    k_size = block.keys.key.shape[K_AXIS]
+    spans = _spans(block, k_size) if data_decides else [(0, k_size, None)]
+
+    def span(start: int, size: int) -> Block:
+        if size == k_size:
+            return block
+        cut = lambda x: jax.lax.slice_in_dim(x, start, start + size, axis=K_AXIS)
+        b_start, q_start, k_start = block.start
+        bias = block.bias
+        return block._replace(
+            keys=jax.tree.map(cut, block.keys),
+            bias=bias if bias is None or bias.shape[K_AXIS] == 1 else cut(bias),
+            visible=cut(block.visible),
+            start=(b_start, q_start, k_start + start),
+        )
 
     def logits(start: int, size: int) -> Array:
-        return formula.logits(tile(start, size), q_start, k_start + start)[1]
+        return formula.logits(span(start, size), steps.STEPS)[1]
 
-    parts = [_where_seen(seen, functools.partial(logits, s, n)) for s, n, seen in tiles]
-    weights = formula.softmax(jnp.concatenate(parts, axis=-1), visible)
+    parts = [_where_seen(seen, functools.partial(logits, s, n)) for s, n, seen in spans]
+    weights = steps.softmax(_concatenate(parts), block.visible)
 
     def values(start: int, size: int) -> Array:
-        span = lambda x: x[..., start : start + size] if x.shape[-1] == k_size else x
-        part = tile(start, size)
-        _, used = formula.post(part, span(weights), span(visible), q_start, k_start + start)
-        return formula.gather(used, part.key.value, call.coupling.value_of, call.dtype)
+        part = span(start, size)
+        own = jax.lax.slice_in_dim(weights, start, start + size, axis=K_AXIS)
+        _, used = formula.post(part, own, steps.STEPS)
+        return formula.gather(used, part.keys.value, block.coupling.value_of, block.dtype)
 
-    heads = [_where_seen(seen, functools.partial(values, s, n)) for s, n, seen in tiles]
-    return sum(heads[1:], heads[0]).astype(call.key.value.dtype)
+    heads = [_where_seen(seen, functools.partial(values, s, n)) for s, n, seen in spans]
+    return sum(heads[1:], heads[0]).astype(block.keys.value.dtype)
 
 
-def _tiles(call: Call, visible: Array, k_size: int) -> list[tuple[int, int, Array | None]]:
+def _concatenate(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=K_AXIS)
+
+
+def _spans(block: Block, k_size: int) -> list[tuple[int, int, Array | None]]:
     """Spans of keys and, where only the data know, whether anything in them is visible."""
-    known = not jax.tree.leaves((call.mask, call.frame.q_position, call.frame.k_position))
-    if known or visible.shape[-1] != k_size or k_size <= TILE:
+    if block.visible.shape[K_AXIS] != k_size or k_size <= TILE:
         return [(0, k_size, None)]
     count = min(8, -(-k_size // TILE))
     edges = [round(i * k_size / count) for i in range(count + 1)]
-    return [(a, b - a, visible[..., a:b].any()) for a, b in itertools.pairwise(edges)]
+    return [(a, b - a, block.visible[..., a:b].any()) for a, b in itertools.pairwise(edges)]
 
 
 def _where_seen(seen: Array | None, compute: Callable[[], Array]) -> Array:
@@ -274,28 +358,14 @@ def _where_seen(seen: Array | None, compute: Callable[[], Array]) -> Array:
     return jax.lax.cond(seen, compute, lambda: jnp.zeros(shape.shape, shape.dtype))
 
 
-def _cut_bias(bias: Array | None, q_start, q_size: int, k_start, k_size: int) -> Array | None:
-    """The block of a bias whose axes q and k may be 1."""
-    if bias is None:
-        return None
-    for axis, start, size in ((-2, q_start, q_size), (-1, k_start, k_size)):
-        if bias.shape[axis] != 1:
-            bias = jax.lax.dynamic_slice_in_dim(bias, start, size, axis=axis)
-    return bias
-
-
 def _add_at(total: Array, part: Array, starts: dict[int, int | Array]) -> Array:
     """`total` with `part` added where it starts along the given axes (counted from the end)."""
+    if total.shape == part.shape:
+        return total + part.astype(total.dtype)
     index = [starts.get(axis - total.ndim, 0) for axis in range(total.ndim)]
     index = [jnp.asarray(i, jnp.int32) for i in index]
     here = jax.lax.dynamic_slice(total, index, part.shape)
     return jax.lax.dynamic_update_slice(total, here + part.astype(total.dtype), index)
-
-
-def _no_heads(call: Call, rows: int) -> Array:
-    value = call.key.value
-    shape = (*call.frame.batch, rows, call.output_heads, value.shape[-1])
-    return jnp.zeros(shape, value.dtype)
 
 
 ENGINE = Engine("blocked", run, CAPTURES, about="linear memory, forward and backward")

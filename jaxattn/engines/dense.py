@@ -1,27 +1,24 @@
 """dense: the formula on the whole score tensor at once; every intermediate can be returned."""
 
+import einops
 from jax import Array
 
 from jaxattn.engines import formula
 from jaxattn.engines.call import Call, Engine
+from jaxattn.engines.layout import Block, lay_out
 
 
 def run(call: Call) -> tuple[Array, dict[str, Array]]:
     """Heads and the asked-for intermediates of all rows: memory grows with q times k."""
-    heads, captured = rows(call, 0, 0)
-    return heads, {name: captured[name] for name in call.capture if name in captured}
-
-
-def rows(call: Call, q_start: int | Array, k_start: int) -> tuple[Array, dict[str, Array]]:
-    """The formula for the call's own query rows and keys, which lie at the given starts."""
-    raw, mixed = formula.logits(call, q_start, k_start)
-    q_size, k_size = mixed.shape[-2:]
-    visible = call.mask.block(call.frame, q_start, q_size, k_start, k_size)
+    visible = call.mask.block(call.frame, 0, call.frame.q_len, 0, call.frame.k_len)
+    block = Block(*lay_out(call), call.coupling, call.bias, visible, call.dropout_key)
+    raw, mixed = formula.logits(block, formula.STEPS)
     weights = formula.softmax(mixed, visible)
-    seen, used = formula.post(call, weights, visible, q_start, k_start)
-    heads = formula.gather(used, call.key.value, call.coupling.value_of, call.dtype)
+    seen, used = formula.post(block, weights, formula.STEPS)
+    heads = formula.gather(used, block.keys.value, block.coupling.value_of, block.dtype)
+    heads = einops.rearrange(heads, "... hv q v -> ... q hv v").astype(call.key.value.dtype)
     captured = dict(logits=raw, mixed_logits=mixed, weights=weights, mixed_weights=seen)
-    return heads.astype(call.key.value.dtype), captured
+    return heads, {name: captured[name] for name in call.capture if name in captured}
 
 
 ENGINE = Engine("dense", run, about="whole score tensors; returns logits and weights")

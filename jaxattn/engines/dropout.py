@@ -16,12 +16,8 @@ def keep(
     rng: Array,
     rate: float,
     shared: tuple[str, ...],
-    batch: tuple[int, ...],
-    heads: int,
-    q_start: int | Array,
-    q_size: int,
-    k_start: int | Array,
-    k_size: int,
+    shape: tuple[int, ...],
+    start: tuple[int | Array, int | Array, int | Array] = (0, 0, 0),
 ) -> Array:
     """Which weights of a block survive.
 
@@ -29,29 +25,28 @@ def keep(
         rng: the caller's PRNG key, of any implementation.
         rate: probability that a weight is dropped.
         shared: axes among b, h, q along which one draw serves all rows.
-        batch: sizes of the batch axes.
-        heads: number of heads h.
-        q_start, q_size, k_start, k_size: the block.
+        shape: [..., h, q, k] of the block.
+        start: its first example, query row and key.
 
     Returns:
         bool [..., h, q, k].
     """
+    *batch, heads, q_size, k_size = shape
     seed = jax.random.bits(rng, (2,), jnp.uint32)
     example, head, row = (
-        jnp.zeros(1, jnp.uint32) if axis in shared else first + jnp.arange(size).astype(jnp.uint32)
-        for axis, first, size in (
-            ("b", jnp.uint32(0), math.prod(batch)),
-            ("h", jnp.uint32(0), heads),
-            ("q", jnp.asarray(q_start, jnp.uint32), q_size),
-        )
+        jnp.zeros(1, jnp.uint32) if axis in shared else _from(first, size)
+        for axis, first, size in (("b", start[0], math.prod(batch)), ("h", 0, heads), ("q", start[1], q_size))
     )
-    key = jnp.asarray(k_start, jnp.uint32) + jnp.arange(k_size).astype(jnp.uint32)
     owner = _hash(seed[0], seed[1], example[:, None], head[None, :])
     line = _hash(owner[0][..., None], owner[1][..., None], row, jnp.uint32(0))
-    bits, _ = _hash(line[0][..., None], line[1][..., None], key, jnp.uint32(1))
+    bits, _ = _hash(line[0][..., None], line[1][..., None], _from(start[2], k_size), jnp.uint32(1))
     kept = bits < jnp.uint32(min(round((1 - rate) * 2**32), 2**32 - 1))
-    kept = jnp.broadcast_to(kept, (math.prod(batch), heads, q_size, k_size))
-    return kept.reshape(*batch, heads, q_size, k_size)
+    return jnp.broadcast_to(kept, (math.prod(batch), heads, q_size, k_size)).reshape(shape)
+
+
+def _from(first: int | Array, size: int) -> Array:
+    """first, first + 1, ... of the hash's type."""
+    return jnp.asarray(first, jnp.uint32) + jnp.arange(size).astype(jnp.uint32)
 
 
 def scaled(x: Array, kept: Array, rate: float) -> Array:

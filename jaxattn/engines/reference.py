@@ -136,11 +136,8 @@ def _kept(call: Call) -> Array | None:
     if call.dropout_key is None or c.dropout == 0:
         return None
     heads = call.output_heads if c.dropout_site == "values" else call.softmax_heads
-    frame = call.frame
-    return dropout.keep(
-        call.dropout_key, c.dropout, c.dropout_shared, frame.batch, heads,
-        0, frame.q_len, 0, frame.k_len,
-    )  # fmt: skip
+    shape = (*call.frame.batch, heads, call.frame.q_len, call.frame.k_len)
+    return dropout.keep(call.dropout_key, c.dropout, c.dropout_shared, shape)
 
 
 ENGINE = Engine("reference", run, captures=CAPTURES, about="loops over pairs, for checking")

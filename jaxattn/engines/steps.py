@@ -1,0 +1,218 @@
+"""The steps of a block as `blocked` takes them: the formula's values, by ways that XLA runs fast.
+
+A mix does little arithmetic on much data; fused into its neighbours, it is done many times over. Here a
+low-rank map is two passes over the scores, with the sum over heads written out so that keys stay the inner
+loop. The transpose of a mix is a mix again (down and up change places), and what factors are owed is summed
+in lanes. `_alone` keeps the passes apart.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, cast
+
+import einops
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxattn.axes import contract
+from jaxattn.engines import formula
+from jaxattn.linear import linear_map, with_pull
+from jaxattn.sides import Factors, Mix
+
+LANES = 16  # partial sums of a sum over rows or keys
+WIDE = 8  # from so many heads on both ends, a factor's sum is a matrix product
+
+PyTree = Any
+Both = tuple[Factors | None, Factors | None]
+
+
+def mix(x: Array, static: Mix, rows: Both) -> Array:
+    """`formula.mix` on [..., i, q, k], to [..., o, q, k], with a derivative of its own."""
+    static, rows = jax.tree.map(lambda leaf: leaf.astype(x.dtype), (static, rows))
+    return _ruled_mix(x, static, rows)
+
+
+def scores(query: Array, key: Array, key_of: tuple[int, ...] | None, dtype: jnp.dtype) -> Array:
+    """`formula.scores`; the reverse pass makes what keys are owed with the keys inmost, as they lie."""
+
+    def plain(query, key):
+        return formula.scores(query, key, key_of, dtype), ()
+
+    def pull(operands, kept, owed):
+        query, key = operands
+        to_query = formula.gather(owed, key, key_of, dtype)
+        if key_of is None:
+            grouped = lambda x: einops.rearrange(x, "... (hK g) q x -> ... hK (g q) x", hK=key.shape[-3])
+            rows = "... hK q d, ... hK q k -> ... hK d k"
+            to_key = contract(grouped(query), grouped(owed), rows, dtype=dtype)
+        else:
+            (to_key,) = jax.vjp(lambda key: plain(query, key)[0], key)[1](owed)
+        return to_query.astype(query.dtype), to_key.astype(key.dtype)
+
+    return with_pull(plain, pull)(query, key)
+
+
+@jax.custom_jvp
+def softmax(x: Array, visible: Array) -> Array:
+    """`formula.softmax`, whose derivative is its own transpose: t -> W t - W sum_k(W t)."""
+    x = jnp.where(visible, jnp.minimum(x, jnp.finfo(x.dtype).max), -jnp.inf)
+    top = jnp.max(x, axis=-1, keepdims=True)
+    raised = jnp.exp(x - jnp.where(jnp.isfinite(top), top, 0))
+    total = raised.sum(axis=-1, keepdims=True)
+    return raised * (1 / jnp.where(total == 0, 1, total))
+
+
+@softmax.defjvp
+def _softmax_jvp(primals, tangents):
+    weights = softmax(*primals)
+
+    def move(weights, tangent):
+        moved = weights * tangent
+        return moved - weights * moved.sum(axis=-1, keepdims=True)
+
+    return weights, linear_map(move, move, weights, tangents[0])
+
+
+def _mix(x: Array, static: Mix, rows: Both) -> tuple[Array, list[Array | None]]:
+    """The mix, and the low-rank coordinates of both sides, which the reverse pass uses again."""
+    groups = _groups(rows)
+    # A reshape inside a loop keeps XLA from running along the keys, so all terms are made in groups.
+    grouped = functools.partial(_split, groups=groups)
+    x = grouped(x)
+    lows = [None if f is None or f.down is None else _alone(_heads, x, f.down) for f in rows]
+    matrix = None if static.matrix is None else grouped(_matrix(_join(x), static.matrix))
+    dense = [
+        None if f is None or f.dense is None else grouped(_alone(_heads, _join(x), f.dense)) for f in rows
+    ]
+    bias = None if static.bias is None else grouped(einops.rearrange(static.bias, "o -> o 1 1"))
+
+    def together(x, matrix, dense, lows, ups, diags, bias):
+        terms = [x] if matrix is None or static.skip else []
+        terms += [term for term in (matrix, *dense, bias) if term is not None]
+        terms += [_heads(low, up) for low, up in zip(lows, ups, strict=True) if low is not None]
+        terms += [x * grouped(diag) for diag in diags if diag is not None]
+        return functools.reduce(operator.add, terms)
+
+    ups, diags = ([None if f is None else getattr(f, name) for f in rows] for name in ("up", "diag"))
+    return _join(_alone(together, x, matrix, dense, lows, ups, diags, bias)), lows
+
+
+def _groups(rows: Both) -> int:
+    return next((f.down.shape[-5] for f in rows if f is not None and f.down is not None), 1)
+
+
+def _mix_pull(operands, lows, owed: Array) -> tuple[Array, Mix, Both]:
+    x, static, rows = operands
+    turned = tuple(None if factors is None else _turn(factors) for factors in rows)
+    matrix = None if static.matrix is None else einops.rearrange(static.matrix, "... i o -> ... o i")
+    to_x, owed_lows = _mix(owed, Mix(matrix, None, static.skip), cast(Both, turned))
+    to_rows = tuple(
+        None if factors is None else _owed_factors(x, factors, low, owed, owed_low, axis)
+        for factors, low, owed_low, axis in zip(rows, lows, owed_lows, (-1, -2), strict=True)
+    )
+    return to_x, _owed_static(x, static, owed), cast(Both, to_rows)
+
+
+def _turn(factors: Factors) -> Factors:
+    """Factors of the transposed map."""
+    swap = lambda m: None if m is None else einops.rearrange(m, "... i o q k -> ... o i q k")
+    return Factors(swap(factors.up), swap(factors.down), factors.diag, swap(factors.dense))
+
+
+def _owed_static(x: Array, static: Mix, owed: Array) -> Mix:
+    matrix = bias = None
+    if static.matrix is not None:
+        groups = static.matrix.shape[0] if static.matrix.ndim == 3 else 1
+        flat = lambda y: einops.rearrange(y, "... (g i) q k -> ... g i (q k)", g=groups)
+        each = contract(flat(x), flat(owed), "... g i k, ... g o k -> ... g i o")
+        matrix = each.reshape(-1, groups, *each.shape[-2:]).sum(0).reshape(static.matrix.shape)
+    if static.bias is not None:
+        bias = einops.reduce(owed, "... o q k -> o", "sum")
+    return Mix(matrix, bias, static.skip)
+
+
+def _owed_factors(x: Array, factors: Factors, low, owed: Array, owed_low, axis: int) -> Factors:
+    """What the factors of one side's rows are owed: sums over the other side's rows, along `axis`."""
+    down = up = diag = dense = None
+    if factors.down is not None:
+        groups = factors.down.shape[-5]
+        down = _outer(_split(x, groups), owed_low, axis)
+        up = _outer(low, _split(owed, groups), axis)
+    if factors.diag is not None:
+        diag = _sum_products(x, owed, axis)
+    if factors.dense is not None:
+        dense = _outer(x, owed, axis)
+    return Factors(down, up, diag, dense)
+
+
+def _alone(function: Callable[..., Array], *operands: PyTree) -> Array:
+    """`function(*operands)` as a pass of its own, neither fused with others nor done again inside them.
+
+    On CPU XLA drops a barrier before it fuses, but keeps a branch.
+    """
+
+    def branch(*operands):
+        out = jax.eval_shape(function, *operands)
+        always = jax.lax.optimization_barrier(jnp.ones((), bool))
+        return jax.lax.cond(always, function, lambda *_: jnp.zeros(out.shape, out.dtype), *operands)
+
+    def barrier(*operands):
+        return jax.lax.optimization_barrier(function(*operands))
+
+    return jax.lax.platform_dependent(*operands, cpu=branch, default=barrier)
+
+
+@jax.jit
+def _heads(x: Array, m: Array) -> Array:
+    """sum_i x[i] m[i,o]: [..., i, q, k] and [..., i, o, q, k], where m's q or k is 1, to [..., o, q, k]."""
+    terms = (x[..., i, None, :, :] * m[..., i, :, :, :] for i in range(m.shape[-4]))
+    return functools.reduce(operator.add, terms)
+
+
+def _matrix(x: Array, matrix: Array) -> Array:
+    """The static map as one matrix product an example, the head axis leading."""
+    groups = matrix.shape[0] if matrix.ndim == 3 else 1
+    flat = einops.rearrange(x, "... (g i) q k -> ... g i (q k)", g=groups)
+    matrix = jnp.broadcast_to(matrix, (*flat.shape[:-2], *matrix.shape[-2:]))
+    out = contract(matrix, flat, "... g i o, ... g i k -> ... g o k")
+    return einops.rearrange(out, "... g o (q k) -> ... (g o) q k", q=x.shape[-2])
+
+
+def _split(x: Array, groups: int) -> Array:
+    return einops.rearrange(x, "... (g i) q k -> ... g i q k", g=groups)
+
+
+def _join(x: Array) -> Array:
+    return einops.rearrange(x, "... g o q k -> ... (g o) q k")
+
+
+def _outer(a: Array, b: Array, axis: int) -> Array:
+    """[..., i, q, k] and [..., o, q, k] to [..., i, o, q, k], summed over `axis`, which stays as 1."""
+    if min(a.shape[-3], b.shape[-3]) < WIDE:
+        return _sum_products(a[..., :, None, :, :], b[..., None, :, :, :], axis)
+    kept = "q" if axis == -1 else "k"
+    return jnp.expand_dims(contract(a, b, f"... i q k, ... o q k -> ... i o {kept}"), axis)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _sum_products(a: Array, b: Array, axis: int) -> Array:
+    """The sum of a * b over `axis`, which stays as 1: in lanes, as one running sum is not vectorised."""
+    size = a.shape[axis]
+    width = max(1, size // LANES)
+    whole = size - size % width
+
+    def product(a, b, start, end):
+        cut = functools.partial(jax.lax.slice_in_dim, start_index=start, limit_index=end, axis=axis)
+        return cut(a) * cut(b)
+
+    def lanes(a, b):
+        return functools.reduce(operator.add, (product(a, b, i, i + width) for i in range(0, whole, width)))
+
+    total = _alone(lanes, a, b).sum(axis, keepdims=True)
+    return total if whole == size else total + product(a, b, whole, size).sum(axis, keepdims=True)
+
+
+_ruled_mix = with_pull(_mix, _mix_pull)
+STEPS = formula.Steps(scores, mix, softmax)
