@@ -8,6 +8,7 @@ from jaxattn.attention import Attention as Attention
 from jaxattn.attention import Aux as Aux
 from jaxattn.attention import attention as attention
 from jaxattn.engines import ENGINES as ENGINES
+from jaxattn.explain import Explanation as Explanation
 from jaxattn.ledger import Ledger as Ledger
 from jaxattn.ledger import ledger as ledger
 from jaxattn.masks import Mask as Mask

@@ -57,6 +57,28 @@ def attend(
         >>> heads.shape
         (3, 2, 7)
     """
+    call = checked_call(query_side, key_side, coupling, mask, bias, dropout_key, capture, remask)
+    heads, captured = select(engine, call).run(call)
+    if "heads" in capture:
+        captured["heads"] = heads
+    if finish is not None:
+        heads = finish(heads)
+    if query_side.gate is not None:
+        heads = heads * query_side.gate.astype(heads.dtype)
+    return _drop_heads(call, heads), captured
+
+
+def checked_call(
+    query_side: QuerySide,
+    key_side: KeySide,
+    coupling: Coupling,
+    mask: Mask | None,
+    bias: Array | None = None,
+    dropout_key: Array | None = None,
+    capture: tuple[str, ...] = (),
+    remask: bool = False,
+) -> Call:
+    """The call that engines receive; raises where its parts do not fit each other."""
     query_side, key_side = _fill_stages(query_side, key_side, coupling)
     if isinstance(capture, str):
         raise TypeError(f"capture: got {capture!r}, expected a tuple of names. Fix: capture=({capture!r},).")
@@ -85,14 +107,7 @@ def attend(
     _check_call(call, remask)
     if key_side.valid is not None:
         call = call._replace(mask=mask & padding(key_side.valid))
-    heads, captured = select(engine, call).run(call)
-    if "heads" in capture:
-        captured["heads"] = heads
-    if finish is not None:
-        heads = finish(heads)
-    if query_side.gate is not None:
-        heads = heads * query_side.gate.astype(heads.dtype)
-    return _drop_heads(call, heads), captured
+    return call
 
 
 def _fill_stages(query: QuerySide, key: KeySide, coupling: Coupling) -> tuple[QuerySide, KeySide]:

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 PyTree = Any
@@ -55,14 +54,8 @@ def linear_map(
 
         return jax.jit(call)  # traced once, however often JAX asks for shapes, rules and code
 
-    out = linear_map_p.bind(
-        *flat_residuals,
-        *flat_operands,
-        forward=flat(forward, operand_tree),
-        transpose=flat(transpose, out_tree),
-        n=n,
-    )
-    return out_tree.unflatten(out)
+    arrays = (*flat_residuals, *flat_operands)
+    return out_tree.unflatten(_bind(flat(forward, operand_tree), flat(transpose, out_tree), n, arrays))
 
 
 def with_pull(
@@ -98,15 +91,20 @@ def with_pull(
     return ruled
 
 
+def _bind(forward: Callable, transpose: Callable, n: int, args) -> list[Array]:
+    """The primitive with `forward` as a program, so that whoever reads programs can look inside."""
+    program = jax.make_jaxpr(forward)(*args)
+    return linear_map_p.bind(*args, forward=program, transpose=transpose, n=n)
+
+
 def _impl(*args, forward, transpose, n):
     del transpose, n
-    return forward(*args)
+    return jaxpr_as_fun(forward)(*args)
 
 
 def _abstract(*avals, forward, transpose, n):
-    del transpose, n
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    return [ShapedArray(out.shape, out.dtype) for out in jax.eval_shape(forward, *shapes)]
+    del avals, transpose, n
+    return forward.out_avals
 
 
 def _jvp(primals, tangents, *, forward, transpose, n):
@@ -115,13 +113,13 @@ def _jvp(primals, tangents, *, forward, transpose, n):
         moved = [ad.instantiate_zeros(t) for t in tangents[n:]]
         return out, linear_map_p.bind(*primals[:n], *moved, forward=forward, transpose=transpose, n=n)
     tangents = [ad.instantiate_zeros(t) for t in tangents]
-    return out, list(jax.jvp(lambda *args: tuple(forward(*args)), tuple(primals), tuple(tangents))[1])
+    return out, list(jax.jvp(jaxpr_as_fun(forward), tuple(primals), tuple(tangents))[1])
 
 
 def _transpose(cotangents, *args, forward, transpose, n):
     residuals, operands = args[:n], args[n:]
     cotangents = [ad.instantiate_zeros(c) for c in cotangents]
-    out = linear_map_p.bind(*residuals, *cotangents, forward=transpose, transpose=forward, n=n)
+    out = _bind(transpose, jaxpr_as_fun(forward), n, (*residuals, *cotangents))
     asked = [ad.is_undefined_primal(x) for x in operands]
     return [None] * n + [o if wanted else None for o, wanted in zip(out, asked, strict=True)]
 
@@ -135,8 +133,8 @@ def _batch(args, dims, *, forward, transpose, n):
         out = jax.vmap(transpose, in_axes=axes, out_axes=0, axis_size=size)(*args)
         return [_unbatch(x, d) for x, d in zip(out, dims[n:], strict=True)]
 
-    rows = jax.jit(jax.vmap(forward, in_axes=tuple(dims), out_axes=0, axis_size=size))
-    out = linear_map_p.bind(*args, forward=rows, transpose=jax.jit(transpose_rows), n=n)
+    rows = jax.vmap(jaxpr_as_fun(forward), in_axes=tuple(dims), out_axes=0, axis_size=size)
+    out = _bind(rows, jax.jit(transpose_rows), n, args)
     return out, [0] * len(out)
 
 

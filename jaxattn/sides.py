@@ -11,7 +11,6 @@ Variants compile to these values, engines execute them, everything else reads th
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -141,31 +140,3 @@ class Coupling:
     head_dropout: float = _static(0.0)
     dropout_site: Literal["values", "softmax"] = _static("values")
     dropout_shared: tuple[Literal["b", "h", "q"], ...] = _static(())
-
-
-def map_rows(function: Callable[[Array, int], Any], side: PyTree) -> PyTree:
-    """Apply `function(array, axis)` to every array of a side, with the place of its row axis.
-
-    The axis is counted from the end, so batch axes do not matter.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> side = KeySide(key=jnp.ones((2, 5, 3, 4)), value=jnp.ones((2, 5, 3, 7)))
-        >>> map_rows(lambda x, axis: jax.lax.slice_in_dim(x, 0, 2, axis=axis), side).value.shape
-        (2, 2, 3, 7)
-    """
-    stage = functools.partial(_map_factors, function)
-    trailing = dict(query=3, key=3, value=3, gate=3, bias=2, head=2, valid=1, position=1)
-    changes = {
-        name: function(getattr(side, name), -axis)
-        for name, axis in trailing.items()
-        if getattr(side, name, None) is not None
-    }
-    return side._replace(pre=tuple(map(stage, side.pre)), post=tuple(map(stage, side.post)), **changes)
-
-
-def _map_factors(function: Callable[[Array, int], Any], factors: Factors | None) -> Factors | None:
-    if factors is None:
-        return None
-    trailing = (4, 4, 2, 3)  # of down, up, diag, dense
-    return Factors(*(None if x is None else function(x, -n) for x, n in zip(factors, trailing, strict=True)))

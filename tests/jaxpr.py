@@ -38,13 +38,17 @@ def dot_macs(jaxpr) -> int:
     """Multiply-accumulates of every `dot_general`; a body counts as often as it runs.
 
     A scan's body counts `length` times and a conditional as its dearest branch. A loop whose number
-    of trips is not in the program is an error where its body multiplies matrices.
+    of trips is not in the program is an error where its body multiplies matrices. A contraction over
+    heads that blocked writes out as a sum counts its multiplications.
     """
     total = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name == "dot_general":
             total += _dot_macs(equation)
+            continue
+        if equation.params.get("name") == "_sum_over_heads":
+            total += sum(_products(body) for body in _bodies(equation))
             continue
         inner = [dot_macs(body) for body in _bodies(equation)]
         if name == "cond":
@@ -56,6 +60,12 @@ def dot_macs(jaxpr) -> int:
         else:
             total += sum(inner)
     return total
+
+
+def _products(jaxpr) -> int:
+    """Elements of every elementwise product."""
+    own = sum(e.outvars[0].aval.size for e in jaxpr.eqns if e.primitive.name == "mul")
+    return own + sum(_products(body) for e in jaxpr.eqns for body in _bodies(e))
 
 
 def values(jaxpr) -> Iterator[Any]:

@@ -22,6 +22,7 @@ BATCH, QUERIES, KEYS, MODEL, SOURCE, OUT = 2, 5, 7, 11, 13, 17
 STEP = 1e-30  # of the complex step: so small that its square is nothing
 
 ENGINES = ("reference", "dense", "blocked")
+KERNELS = ("fused",)  # engines that only some machines can run: test_engines.py
 
 # Whether a variant takes fewer key heads than heads; it refuses them otherwise.
 TAKES_GQA = {

@@ -154,7 +154,7 @@ OPTIONS = {
     ),
     "capture by blocks": Refusal(
         lambda: apply(engine="blocked", capture=("weights",)),
-        "capture", "'blocked'.*weights", "reference, dense", "Fix",
+        "engine", "'blocked'.*weights", "reference, dense", "Fix",
     ),
     "not a transform": Refusal(
         lambda: build(variants.moh), "transform", "function", "HeadTransform",

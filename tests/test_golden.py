@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import table
 from golden_adapters import ADAPTERS, Ask
 from golden_fixture import Fixture, Numbers, load
 from jax import Array
@@ -67,7 +68,7 @@ def folder(request) -> Path:
     return request.config.invocation_params.dir / request.config.getoption("--golden")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", table.ENGINES)
 @pytest.mark.parametrize("name", FIXTURES)
 def test_engine_gives_the_stored_numbers(folder, name, engine):
     fixture = load(folder, name)

@@ -35,7 +35,7 @@ SPEC = {
 }
 
 each_variant = pytest.mark.parametrize("name", variants.VARIANTS)
-each_engine = pytest.mark.parametrize("engine", ja.ENGINES)
+each_engine = pytest.mark.parametrize("engine", table.ENGINES)
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def leaves_of(tree):
 def test_the_table_lists_every_variant_and_engine():
     """Law 13: a registered variant or engine without a row is an error."""
     assert set(OPTIONS) == set(variants.VARIANTS) == set(table.TAKES_GQA)
-    assert set(table.ENGINES) == set(ja.ENGINES)
+    assert {*table.ENGINES, *table.KERNELS} == set(ja.ENGINES)
 
 
 @each_engine
@@ -159,7 +159,7 @@ def test_dropout_is_the_same_on_every_engine_and_number_of_keys(name):
         return table.jit(lambda x: attn.apply(params, x, mask=mask, engine=engine, dropout_key=key)[0])(x)
 
     want = drawn(x, "dense", ja.causal())
-    for engine in ja.ENGINES:
+    for engine in table.ENGINES:
         np.testing.assert_allclose(drawn(x, engine, ja.causal()), want, atol=1e-12)
     longer = np.concatenate([x, x], axis=1)
     np.testing.assert_allclose(drawn(longer, "dense", ja.causal())[:, :T], want, atol=1e-12)

@@ -18,9 +18,13 @@ def blocks(page: pathlib.Path) -> list[str]:
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {}
-    with jax.enable_x64(False):  # as a reader's session starts
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", False)  # as a reader's session starts
+    try:
         for number, block in enumerate(blocks(page)):
             exec(compile(block, f"{page.name}[{number}]", "exec"), namespace)
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def test_readme_has_code_to_run():

@@ -88,15 +88,18 @@ def widen(heads: Array, overlap: int) -> Array:
     """
     width = heads.shape[-1]
     reach = math.ceil(overlap / width)
-
-    def neighbour(distance: int) -> Array:
-        low_high = [(0, 0, 0)] * heads.ndim
-        low_high[-2] = (-distance, distance, 0)
-        return jax.lax.pad(heads, jnp.zeros((), heads.dtype), low_high)
-
-    wide = jnp.concatenate([neighbour(n) for n in range(-reach, reach + 1)], axis=-1)
-    start = reach * width - overlap
-    return wide[..., start : start + width + 2 * overlap]
+    outer = overlap - (reach - 1) * width  # channels of the farthest neighbours
+    zero = jnp.zeros((), heads.dtype)
+    same = [(0, 0, 0)] * heads.ndim
+    wide = jax.lax.pad(heads, zero, [*same[:-1], (overlap, overlap, 0)])
+    for distance in (n for n in range(-reach, reach + 1) if n):
+        first = width - outer if distance == -reach else 0
+        last = outer if distance == reach else width
+        moved = [*same[:-2], (-distance, distance, 0), same[-1]]
+        neighbour = jax.lax.pad(heads[..., first:last], zero, moved)
+        start = overlap + distance * width + first
+        wide = jax.lax.dynamic_update_slice_in_dim(wide, neighbour, start, axis=-1)
+    return wide
 
 
 def overlap_schedule(

@@ -65,6 +65,7 @@ class Engine(NamedTuple):
         run: `(call) -> (heads [..., q, hv, v], captured)`.
         captures: the intermediates that it can return; asking for others raises.
         modes: derivatives that it has, of "reverse" and "forward".
+        refuses: `(call)` to the reason why it cannot run it, or None.
         about: one line for tables and errors.
     """
 
@@ -72,7 +73,15 @@ class Engine(NamedTuple):
     run: Callable[[Call], tuple[Array, dict[str, Array]]]
     captures: tuple[str, ...] = CAPTURES
     modes: tuple[str, ...] = ("reverse", "forward")
+    refuses: Callable[[Call], str | None] = lambda call: None
     about: str = ""
+
+    def why_not(self, call: Call) -> str | None:
+        """Why this engine cannot run a call, or None: what it never holds, what it refuses."""
+        missing = [name for name in call.capture if name not in self.captures]
+        if missing:
+            return f"it never holds {', '.join(missing)} as a whole"
+        return self.refuses(call)
 
 
 def _heads_after(heads: int, mixes: tuple[Mix, ...]) -> int:

@@ -34,9 +34,10 @@ def scores(query: Array, key: Array, key_of: tuple[int, ...] | None, dtype: Dtyp
     """
     heads, q = query.shape[-3:-1]
     order, key = _order("hK", key, key_of, heads)
-    query = einops.rearrange(query, f"... {order} q d -> ... hK (g q) d", hK=key.shape[-3])
+    sizes = dict(hK=key.shape[-3], g=heads // key.shape[-3], q=q)
+    query = einops.rearrange(query, f"... {order} q d -> ... hK (g q) d", **sizes)
     out = contract(query, key, "... hK q d, ... hK d k -> ... hK q k", dtype=dtype)
-    return einops.rearrange(out, f"... hK (g q) k -> ... {order} q k", q=q)
+    return einops.rearrange(out, f"... hK (g q) k -> ... {order} q k", **sizes)
 
 
 def gather(weights: Array, value: Array, value_of: tuple[int, ...] | None, dtype: Dtype) -> Array:
@@ -47,9 +48,10 @@ def gather(weights: Array, value: Array, value_of: tuple[int, ...] | None, dtype
     heads, q = weights.shape[-3:-1]
     order, value = _order("hV", value, value_of, heads)
     weights = weights.astype(value.dtype)
-    weights = einops.rearrange(weights, f"... {order} q k -> ... hV (g q) k", hV=value.shape[-3])
+    sizes = dict(hV=value.shape[-3], g=heads // value.shape[-3], q=q)
+    weights = einops.rearrange(weights, f"... {order} q k -> ... hV (g q) k", **sizes)
     out = contract(weights, value, "... hV q k, ... hV v k -> ... hV q v", dtype=dtype)
-    return einops.rearrange(out, f"... hV (g q) v -> ... {order} q v", q=q)
+    return einops.rearrange(out, f"... hV (g q) v -> ... {order} q v", **sizes)
 
 
 def _order(n_heads: str, source: Array, of: tuple[int, ...] | None, heads: int) -> tuple[str, Array]:

@@ -1,9 +1,9 @@
 """The table of engines, and which one `engine="auto"` takes."""
 
-from jaxattn.engines import blocked, dense, reference
+from jaxattn.engines import blocked, dense, fused, reference
 from jaxattn.engines.call import Call, Engine
 
-ENGINES: dict[str, Engine] = {e.name: e for e in (reference.ENGINE, dense.ENGINE, blocked.ENGINE)}
+ENGINES: dict[str, Engine] = {e.ENGINE.name: e.ENGINE for e in (reference, dense, blocked, fused)}
 
 DENSE_BYTES = 2**24  # a score tensor up to this size is not worth cutting
 
@@ -23,11 +23,8 @@ def select(engine: str, call: Call) -> Engine:
         known = ", ".join(map(repr, ("auto", *ENGINES)))
         raise ValueError(f"engine: got {engine!r}, expected one of {known}.")
     chosen = ENGINES[engine]
-    missing = [name for name in call.capture if name not in chosen.captures]
-    if missing:
-        able = ", ".join(e.name for e in ENGINES.values() if set(call.capture) <= set(e.captures))
-        raise ValueError(
-            f"capture: engine {engine!r} never holds {', '.join(missing)} as a whole. "
-            f"Fix: ask one of {able}, or leave capture out."
-        )
+    why = chosen.why_not(call)
+    if why is not None:
+        able = ", ".join(e.name for e in ENGINES.values() if e.why_not(call) is None)
+        raise ValueError(f"engine {engine!r} cannot run this call: {why}. Fix: one of {able}.")
     return chosen

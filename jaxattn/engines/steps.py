@@ -22,7 +22,7 @@ from jaxattn.linear import linear_map, with_pull
 from jaxattn.sides import Factors, Mix
 
 LANES = 16  # partial sums of a sum over rows or keys
-WIDE = 8  # from so many heads on both ends, a factor's sum is a matrix product
+WIDE = 8  # from this rank on, what a low-rank factor is owed is a matrix product
 
 PyTree = Any
 Both = tuple[Factors | None, Factors | None]
@@ -81,17 +81,16 @@ def _mix(x: Array, static: Mix, rows: Both) -> tuple[Array, list[Array | None]]:
     # A reshape inside a loop keeps XLA from running along the keys, so all terms are made in groups.
     grouped = functools.partial(_split, groups=groups)
     x = grouped(x)
-    lows = [None if f is None or f.down is None else _alone(_heads, x, f.down) for f in rows]
+    lows = [None if f is None or f.down is None else _alone(_sum_over_heads, x, f.down) for f in rows]
     matrix = None if static.matrix is None else grouped(_matrix(_join(x), static.matrix))
-    dense = [
-        None if f is None or f.dense is None else grouped(_alone(_heads, _join(x), f.dense)) for f in rows
-    ]
+    whole = lambda m: grouped(_alone(_sum_over_heads, _join(x), m))
+    dense = [None if f is None or f.dense is None else whole(f.dense) for f in rows]
     bias = None if static.bias is None else grouped(einops.rearrange(static.bias, "o -> o 1 1"))
 
     def together(x, matrix, dense, lows, ups, diags, bias):
         terms = [x] if matrix is None or static.skip else []
         terms += [term for term in (matrix, *dense, bias) if term is not None]
-        terms += [_heads(low, up) for low, up in zip(lows, ups, strict=True) if low is not None]
+        terms += [_sum_over_heads(low, up) for low, up in zip(lows, ups, strict=True) if low is not None]
         terms += [x * grouped(diag) for diag in diags if diag is not None]
         return functools.reduce(operator.add, terms)
 
@@ -143,7 +142,7 @@ def _owed_factors(x: Array, factors: Factors, low, owed: Array, owed_low, axis: 
     if factors.diag is not None:
         diag = _sum_products(x, owed, axis)
     if factors.dense is not None:
-        dense = _outer(x, owed, axis)
+        dense = _outer_product(x, owed, axis)
     return Factors(down, up, diag, dense)
 
 
@@ -165,7 +164,7 @@ def _alone(function: Callable[..., Array], *operands: PyTree) -> Array:
 
 
 @jax.jit
-def _heads(x: Array, m: Array) -> Array:
+def _sum_over_heads(x: Array, m: Array) -> Array:
     """sum_i x[i] m[i,o]: [..., i, q, k] and [..., i, o, q, k], where m's q or k is 1, to [..., o, q, k]."""
     terms = (x[..., i, None, :, :] * m[..., i, :, :, :] for i in range(m.shape[-4]))
     return functools.reduce(operator.add, terms)
@@ -192,6 +191,11 @@ def _outer(a: Array, b: Array, axis: int) -> Array:
     """[..., i, q, k] and [..., o, q, k] to [..., i, o, q, k], summed over `axis`, which stays as 1."""
     if min(a.shape[-3], b.shape[-3]) < WIDE:
         return _sum_products(a[..., :, None, :, :], b[..., None, :, :, :], axis)
+    return _outer_product(a, b, axis)
+
+
+def _outer_product(a: Array, b: Array, axis: int) -> Array:
+    """`_outer` as matrix products, which never hold i beside o beside q and k."""
     kept = "q" if axis == -1 else "k"
     return jnp.expand_dims(contract(a, b, f"... i q k, ... o q k -> ... i o {kept}"), axis)
 

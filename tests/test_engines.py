@@ -1,0 +1,123 @@
+"""What engines declare: who can run a call, who refuses and why, what was seen to run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import table
+
+import jaxattn as ja
+import variants
+from jaxattn.attend import checked_call
+from jaxattn.engines import blocked, fused
+
+B, Q, K, HEADS, WIDTH = 2, 13, 17, 4, 8
+PLAIN = ja.Coupling(scale=0.3)
+MASKS = {
+    "none": None,
+    "causal": ja.causal(),
+    "rows without a key": ja.window(3) & ja.explicit(np.arange(Q) > 4, axes="q"),
+    "data": ja.explicit(np.random.default_rng(0).random((B, Q, K)) < 0.5, axes="b q k"),
+}
+
+
+def sides(dtype=jnp.float32, heads=HEADS, kv_heads=HEADS, width=WIDTH, d_v=WIDTH, **key):
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    query = ja.QuerySide(draw(B, Q, heads, width))
+    return query, ja.KeySide(draw(B, K, kv_heads, width), draw(B, K, kv_heads, d_v), **key)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("mask", MASKS)
+def test_fused_hands_over_the_same_function(mask, kv_heads):
+    """Layout, mask and rows without a key, by the implementation that runs here, values and gradients."""
+    query, key = sides(jnp.float64, kv_heads=kv_heads)
+
+    def handed(query, key):
+        call = checked_call(query, key, PLAIN, MASKS[mask])
+        return jnp.sin(fused.heads_by(call, "xla")).sum()
+
+    def reference(query, key):
+        return jnp.sin(ja.attend(query, key, PLAIN, MASKS[mask], engine="reference")[0]).sum()
+
+    got, want = (jax.value_and_grad(f, (0, 1))(query, key) for f in (handed, reference))
+    jax.tree.map(lambda a, b: table.assert_close(a, b, 1e-5, mask), got, want)
+
+
+REFUSED = {
+    "mixed": (sides(jnp.bfloat16), ja.Coupling(scale=1.0, pre=(ja.Mix(jnp.eye(HEADS)),))),
+    "soft cap": (sides(jnp.bfloat16), ja.Coupling(scale=1.0, softcap=3.0)),
+    "float16 or bfloat16": (sides(), PLAIN),
+    "widths": (sides(jnp.bfloat16, d_v=16), PLAIN),
+    "in blocks": (sides(jnp.bfloat16), ja.Coupling(scale=1.0, key_of=(1, 0, 2, 3))),
+    "biases": (sides(jnp.bfloat16, bias=jnp.ones((B, K, HEADS))), PLAIN),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_fused_refuses_what_no_kernel_can(reason):
+    (query, key), coupling = REFUSED[reason]
+    assert reason in (fused.unfit(checked_call(query, key, coupling, None)) or "")
+
+
+def test_fused_takes_what_the_kernel_can():
+    assert fused.unfit(checked_call(*sides(jnp.bfloat16), PLAIN, ja.causal())) is None
+
+
+def test_fused_without_a_gpu_names_the_engines_that_can():
+    with pytest.raises(ValueError, match="'fused' cannot.*CUDA GPU.*cpu.*reference, dense, blocked"):
+        ja.attend(*sides(jnp.bfloat16), PLAIN, engine="fused")
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_explain_names_the_engine_that_runs(name):
+    attn = ja.attention(ja.HeadSpec(model=24, heads=4), variants.VARIANTS[name]())
+    record = attn.explain(batch=2, q_len=Q, k_len=K, mask=ja.causal(), observe=True)
+    assert record.chosen in record.eligible and record.requested == "auto"
+    assert set(record.eligible) | set(record.refused) == set(ja.ENGINES)
+    assert record.refused.keys() == {"fused"} and "CUDA" in record.refused["fused"]
+    assert record.mask == "causal()" and "float32" in record.shapes["query"]
+    assert (record.observed is None) == (record.method is None)
+    assert record.chosen in str(record)
+
+
+def test_explain_knows_what_was_asked_for():
+    attn = ja.attention(ja.HeadSpec(model=24, heads=4))
+    record = attn.explain(2, Q, K, capture=("weights",))
+    assert record.chosen == "dense" and "weights" in record.refused["blocked"]
+    with pytest.raises(ValueError, match="weights"):
+        attn.explain(2, Q, K, engine="blocked", capture=("weights",))
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_memory_grows_with_the_rows_and_not_with_their_square(name, monkeypatch):
+    """Compiled temporary memory of forward and backward at four times the rows; dense would take 16 times."""
+    monkeypatch.setattr(blocked, "BLOCK_BYTES", 2**18)
+    attn = ja.attention(ja.HeadSpec(model=64, heads=8), variants.VARIANTS[name]())
+    params = jax.eval_shape(attn.init, jax.random.key(0))
+
+    def bytes_of(rows: int) -> int:
+        def loss(params, x):
+            return attn.apply(params, x, mask=ja.causal(), engine="blocked")[0].sum()
+
+        x = jax.ShapeDtypeStruct((1, rows, 64), jnp.float32)
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(4096) < 6 * bytes_of(1024)
+
+
+def test_the_program_does_not_grow_with_the_rows():
+    """Compile time is bounded: the program of forward and backward is as long for any number of rows."""
+    attn = ja.attention(ja.HeadSpec(model=64, heads=8), variants.dcmha())
+    params = jax.eval_shape(attn.init, jax.random.key(0))
+
+    def size(rows: int) -> int:
+        def loss(params, x):
+            return attn.apply(params, x, mask=ja.causal(), engine="blocked")[0].sum()
+
+        x = jax.ShapeDtypeStruct((1, rows, 64), jnp.float32)
+        return len(jax.jit(jax.grad(loss, (0, 1))).lower(params, x).as_text().splitlines())
+
+    assert size(16384) <= 1.05 * size(4096)
