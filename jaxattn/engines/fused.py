@@ -4,12 +4,13 @@ It is reached by `jax.nn.dot_product_attention`. No such kernel lets heads see e
 a mix is refused, by name.
 """
 
+from typing import Literal
+
 import einops
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxattn.axes import check_option
 from jaxattn.engines.call import Call, Engine
 
 TYPES = (jnp.float16, jnp.bfloat16)
@@ -51,9 +52,8 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
     return heads_by(call, "cudnn"), {}
 
 
-def heads_by(call: Call, implementation: str) -> Array:
+def heads_by(call: Call, implementation: Literal["cudnn", "xla"]) -> Array:
     """Heads [..., q, hv, v] by one of JAX's implementations; rows without a key are zero."""
-    check_option("implementation", implementation, ("cudnn", "xla"))
     batch, frame = call.frame.batch, call.frame
 
     def flat(x: Array, core: int) -> Array:  # one batch axis
@@ -71,7 +71,7 @@ def heads_by(call: Call, implementation: str) -> Array:
         bias=bias,
         mask=flat(visible, 3),
         scale=call.coupling.scale,
-        implementation=implementation,  # pyright: ignore[reportArgumentType]  (checked above)
+        implementation=implementation,
     )
     out = out.reshape(*batch, *out.shape[1:])
     seen = einops.rearrange(visible.any(-1), "... h q -> ... q h 1")

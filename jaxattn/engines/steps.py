@@ -204,7 +204,9 @@ def _outer_product(a: Array, b: Array, axis: int) -> Array:
 def _sum_products(a: Array, b: Array, axis: int) -> Array:
     """The sum of a * b over `axis`, which stays as 1: in lanes, as one running sum is not vectorised."""
     size = a.shape[axis]
-    width = max(1, size // LANES)
+    if size < 2 * LANES:
+        return (a * b).sum(axis, keepdims=True)
+    width = size // LANES
     whole = size - size % width
 
     def product(a, b, start, end):
