@@ -240,11 +240,12 @@ def figure(points: list[dict[str, Any]]) -> bytes:
     """PNG: milliseconds and mebibytes against rows, both axes logarithmic."""
     made = Figure(figsize=(10, 4.4), layout="constrained")
     axes = made.subplots(1, 2)
-    for number, name in enumerate(dict.fromkeys(p["name"] for p in points)):
+    for name in dict.fromkeys(p["name"] for p in points):
         mine = [p for p in points if p["name"] == name]
         line = "-o" if "blocked" in name else "--s" if "dense" in name else ":^"
         rows = [p["rows"] for p in mine]
-        color = f"C{number % len(MIXED)}" if "jax.nn" not in name else "black"
+        variant = name.split()[0]
+        color = f"C{MIXED.index(variant)}" if variant in MIXED else "black"
         axes[0].loglog(rows, [p["milliseconds"] for p in mine], line, color=color, label=name)
         axes[1].loglog(rows, [p["memory"] / 2**20 for p in mine], line, color=color, label=name)
     for axis, unit in zip(axes, ("milliseconds", "compiled temporaries, MiB"), strict=True):

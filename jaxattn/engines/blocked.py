@@ -28,7 +28,7 @@ from jaxattn.sides import Coupling
 
 PyTree = Any
 
-GROUPS = (8, 4)  # programs of a call without and with mixes; causal work is (1 + 1/GROUPS) / 2 of the square
+GROUPS = (8, 4)  # programs of a call without and with row factors; causal work is (1 + 1/GROUPS) / 2
 GRAIN = 128  # keys are skipped in multiples of this
 TILE = 512  # keys of which a data-dependent mask may skip all at once
 BLOCK_BYTES = 2**23  # scores of one block
@@ -142,8 +142,9 @@ def plan_of(call: Call) -> Plan:
     at_once = max(1, BLOCK_BYTES // (size * row_bytes))
     at_once = max(n for n in range(1, max(1, examples) + 1) if n <= at_once and max(1, examples) % n == 0)
     whole, rest = divmod(q_len, size)
-    mixed = bool(call.coupling.pre or call.coupling.post)
-    count = min(GROUPS[mixed], whole)
+    sides = call.query, call.key
+    dynamic = any(factors is not None for side in sides for factors in (*side.pre, *side.post))
+    count = min(GROUPS[dynamic], whole)
     edges = [round(i * whole / count) for i in range(count + 1)] if count else []
     groups = [_reach(call, a * size, size, b - a) for a, b in itertools.pairwise(edges)]
     if rest:
