@@ -90,7 +90,7 @@ def test_explain_knows_what_was_asked_for():
         attn.explain(2, Q, K, engine="blocked", capture=("weights",))
 
 
-@pytest.mark.parametrize("name", variants.VARIANTS)
+@pytest.mark.parametrize("name", ["mha", "talking_heads", "dcmha"])  # no mix, a static one, one of rows
 def test_memory_grows_with_the_rows_and_not_with_their_square(name, monkeypatch):
     """Compiled temporary memory of forward and backward at four times the rows; dense would take 16 times."""
     monkeypatch.setattr(blocked, "BLOCK_BYTES", 2**18)

@@ -32,6 +32,8 @@ each_variant = pytest.mark.parametrize("name", variants.VARIANTS)
 def small_blocks(monkeypatch):
     for name, size in (("BLOCK_BYTES", 1), ("ROWS", (8, 8)), ("GROUPS", (2, 2)), ("GRAIN", 8), ("TILE", 11)):
         monkeypatch.setattr(f"jaxattn.engines.blocked.{name}", size)
+    monkeypatch.setattr("jaxattn.engines.steps.ALONE", 1)
+    monkeypatch.setattr("jaxattn.engines.steps.LANES", 2)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ in lanes. `_alone` keeps the passes apart.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, cast
@@ -21,6 +22,7 @@ from jaxattn.engines import formula
 from jaxattn.linear import linear_map, with_pull
 from jaxattn.sides import Factors, Mix
 
+ALONE = 2**14  # elements from which a pass of its own pays
 LANES = 16  # partial sums of a sum over rows or keys
 WIDE = 8  # from this rank on, what a low-rank factor is owed is a matrix product
 
@@ -149,11 +151,14 @@ def _owed_factors(x: Array, factors: Factors, low, owed: Array, owed_low, axis: 
 def _alone(function: Callable[..., Array], *operands: PyTree) -> Array:
     """`function(*operands)` as a pass of its own, neither fused with others nor done again inside them.
 
-    On CPU XLA drops a barrier before it fuses, but keeps a branch.
+    On CPU XLA drops a barrier before it fuses, but keeps a branch. Small results are not worth one.
     """
 
+    out = jax.eval_shape(function, *operands)
+    if math.prod(out.shape) < ALONE:
+        return function(*operands)
+
     def branch(*operands):
-        out = jax.eval_shape(function, *operands)
         always = jax.lax.optimization_barrier(jnp.ones((), bool))
         return jax.lax.cond(always, function, lambda *_: jnp.zeros(out.shape, out.dtype), *operands)
 
@@ -189,7 +194,7 @@ def _join(x: Array) -> Array:
 
 def _outer(a: Array, b: Array, axis: int) -> Array:
     """[..., i, q, k] and [..., o, q, k] to [..., i, o, q, k], summed over `axis`, which stays as 1."""
-    if min(a.shape[-3], b.shape[-3]) < WIDE:
+    if min(a.shape[-3], b.shape[-3]) < WIDE and a.shape[axis] >= 2 * LANES:
         return _sum_products(a[..., :, None, :, :], b[..., None, :, :, :], axis)
     return _outer_product(a, b, axis)
 
