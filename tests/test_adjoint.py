@@ -12,6 +12,8 @@ from jax.test_util import check_grads
 import jaxattn as ja
 import variants
 
+pytestmark = pytest.mark.heavy
+
 ENGINES = tuple(table.ENGINES)
 each_engine = pytest.mark.parametrize("engine", ENGINES)
 

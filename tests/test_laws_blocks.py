@@ -14,6 +14,8 @@ import table
 import jaxattn as ja
 import variants
 
+pytestmark = pytest.mark.heavy
+
 BATCH, ROWS, KEYS, MODEL, HEADS = 2, 37, 17, 11, 4
 OPTIONS = {
     "mha": {},
