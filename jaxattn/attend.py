@@ -182,7 +182,7 @@ def _check_mix(what: str, mix: Mix, heads: int) -> int:
     if mix.matrix is None:
         out = heads
     else:
-        groups = mix.matrix.shape[0] if mix.matrix.ndim == 3 else 1
+        groups = mix.groups
         if heads % groups:
             raise ValueError(
                 f"{what}.matrix: {heads} heads do not divide into g = {groups} groups "

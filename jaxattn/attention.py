@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxattn import project
 from jaxattn.attend import attend
 from jaxattn.axes import check_axes, check_batch, check_boolean, check_floating
-from jaxattn.explain import Explanation, explain
+from jaxattn.explain import explain
 from jaxattn.masks import Frame, Mask, as_mask
 from jaxattn.sides import Coupling, KeySide, Mix, QuerySide
 from jaxattn.spec import HeadSpec, Sizes
@@ -318,44 +318,7 @@ class Attention(NamedTuple):
                 losses |= link.losses(sums[link.name], site)
         return losses
 
-    def explain(
-        self,
-        batch: int,
-        q_len: int,
-        k_len: int,
-        mask: Mask | None = None,
-        *,
-        engine: str = "auto",
-        dtype: DTypeLike = jnp.float32,
-        dropout: bool = False,
-        capture: tuple[str, ...] = (),
-        observe: bool = False,
-    ) -> Explanation:
-        """Which engine runs a call of these shapes, which could, and why the others cannot.
-
-        Requested is what was named, eligible is what fits, observed is evidence alone: None, or kernels
-        that the compiled program names, with the method by which they were found.
-
-        Args:
-            batch, q_len, k_len: rows.
-            mask, engine, capture: as in `apply`.
-            dtype: of states and parameters.
-            dropout: whether a dropout key is given.
-            observe: compile the call and look for kernels in it.
-
-        Raises:
-            ValueError: as the call itself would, for what cannot run.
-
-        Example:
-            >>> attn = attention(HeadSpec(model=6, heads=2))
-            >>> record = attn.explain(batch=2, q_len=5, k_len=5, engine="blocked")
-            >>> record.chosen, "blocked" in record.eligible, record.observed
-            ('blocked', True, None)
-        """
-        return explain(
-            self, batch, q_len, k_len, mask,
-            engine=engine, dtype=dtype, dropout=dropout, capture=capture, observe=observe,
-        )  # fmt: skip
+    explain = explain
 
     def declare(self) -> dict[str, Declaration]:
         """What each transform states about its parameters and heads, by transform name."""

@@ -69,7 +69,30 @@ def explain(
     capture: tuple[str, ...] = (),
     observe: bool = False,
 ) -> Explanation:
-    """See `Attention.explain`."""
+    """Which engine runs a call of these shapes, which could, and why the others cannot.
+
+    Requested is what was named, eligible is what fits, observed is evidence alone: None, or kernels
+    that the compiled program names, with the method by which they were found.
+
+    Args:
+        attn: what `attention` made; this is also its method.
+        batch, q_len, k_len: rows.
+        mask, engine, capture: as in `apply`.
+        dtype: of states and parameters.
+        dropout: whether a dropout key is given.
+        observe: compile the call and look for kernels in it.
+
+    Raises:
+        ValueError: as the call itself would, for what cannot run.
+
+    Example:
+        >>> from jaxattn.attention import attention
+        >>> from jaxattn.spec import HeadSpec
+        >>> attn = attention(HeadSpec(model=6, heads=2))
+        >>> record = attn.explain(batch=2, q_len=5, k_len=5, engine="blocked")
+        >>> record.chosen, "blocked" in record.eligible, record.observed
+        ('blocked', True, None)
+    """
     spec, calls = attn.spec, []
     key = jax.random.key(0) if dropout else None
     params = jax.eval_shape(lambda: attn.init(jax.random.key(0), dtype))

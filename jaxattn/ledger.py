@@ -184,8 +184,7 @@ def _mix_macs(mix: Mix, heads: int) -> tuple[int, int]:
     """MACs of the static map for one pair, and the heads that it leaves."""
     if mix.matrix is None:
         return 0, heads
-    groups = mix.matrix.shape[0] if mix.matrix.ndim == 3 else 1
-    return math.prod(mix.matrix.shape), groups * mix.matrix.shape[-1]
+    return math.prod(mix.matrix.shape), mix.groups * mix.matrix.shape[-1]
 
 
 def _factor_counts(factors: Factors | None) -> tuple[int, int]:

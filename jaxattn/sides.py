@@ -102,6 +102,11 @@ class Mix:
     bias: Array | None = None
     skip: bool = _static(False)
 
+    @property
+    def groups(self) -> int:
+        """g: groups of heads that do not see each other."""
+        return self.matrix.shape[0] if self.matrix is not None and self.matrix.ndim == 3 else 1
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,16 @@ from jax import Array
 
 from jaxattn.engines import formula, steps
 from jaxattn.engines.call import Call, Engine
-from jaxattn.engines.layout import Block, Keys, Rows, join_floats, lay_out, map_examples, split_floats
+from jaxattn.engines.layout import (
+    Block,
+    Keys,
+    Rows,
+    flat_batch,
+    join_floats,
+    lay_out,
+    map_examples,
+    split_floats,
+)
 from jaxattn.linear import linear_map
 from jaxattn.masks import Fill
 from jaxattn.sides import Coupling
@@ -90,9 +99,9 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
     if 0 in (call.frame.q_len, call.frame.k_len, examples):
         shape = (*batch, call.frame.q_len, call.output_heads, call.key.value.shape[-1])
         return jnp.zeros(shape, call.key.value.dtype), {}
-    flat = lambda x, core: _flat(x, core, batch)
+    flat = lambda x, core: flat_batch(x, core, batch)
     rows, keys = jax.tree.map(lambda x: x.reshape(examples, *x.shape[len(batch) :]), lay_out(call))
-    bias = None if call.bias is None else _flat(call.bias, 3, batch)
+    bias = None if call.bias is None else flat(call.bias, 3)
     call = map_examples(flat, call)
     floats, others = split_floats(Parts(rows, keys, call.coupling, bias))
     others = others, call.mask, call.dropout_key, call.frame.q_position, call.frame.k_position
@@ -120,15 +129,6 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
 
     out = heads(floats, others)
     return einops.rearrange(out.reshape(*batch, *out.shape[1:]), "... hv q v -> ... q hv v"), {}
-
-
-def _flat(x: Array, core: int, batch: tuple[int, ...]) -> Array:
-    """An array with one batch axis in place of the call's, of size 1 where all examples are alike."""
-    x = jnp.asarray(x)
-    own = x.shape[: x.ndim - core]
-    if all(size == 1 for size in own):
-        return x.reshape(1, *x.shape[len(own) :])
-    return jnp.broadcast_to(x, (*batch, *x.shape[len(own) :])).reshape(-1, *x.shape[len(own) :])
 
 
 def plan_of(call: Call) -> Plan:
@@ -326,7 +326,7 @@ def _heads(block: Block, data_decides: bool) -> Array:
         return formula.logits(span(start, size), steps.STEPS)[1]
 
     parts = [_where_seen(seen, functools.partial(logits, s, n)) for s, n, seen in spans]
-    weights = steps.softmax(_concatenate(parts), block.visible)
+    weights = steps.softmax(jnp.concatenate(parts, axis=K_AXIS), block.visible)
 
     def values(start: int, size: int) -> Array:
         part = span(start, size)
@@ -336,10 +336,6 @@ def _heads(block: Block, data_decides: bool) -> Array:
 
     heads = [_where_seen(seen, functools.partial(values, s, n)) for s, n, seen in spans]
     return sum(heads[1:], heads[0]).astype(block.keys.value.dtype)
-
-
-def _concatenate(parts: list[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=K_AXIS)
 
 
 def _spans(block: Block, k_size: int) -> list[tuple[int, int, Array | None]]:

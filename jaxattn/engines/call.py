@@ -87,5 +87,5 @@ class Engine(NamedTuple):
 def _heads_after(heads: int, mixes: tuple[Mix, ...]) -> int:
     for mix in mixes:
         if mix.matrix is not None:
-            heads = mix.matrix.shape[-1] * (mix.matrix.shape[0] if mix.matrix.ndim == 3 else 1)
+            heads = mix.groups * mix.matrix.shape[-1]
     return heads

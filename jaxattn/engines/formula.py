@@ -79,9 +79,9 @@ def static_mix(x: Array, static: Mix) -> Array:
     if static.matrix is None:
         out = x
     elif static.matrix.ndim == 3:
-        grouped = split_groups(x, static.matrix.shape[0])
+        grouped = split_groups(x, static.groups)
         out = contract(grouped, static.matrix.astype(x.dtype), "... g i q k, g i o -> ... g o q k")
-        out = einops.rearrange(out, "... g o q k -> ... (g o) q k")
+        out = join_groups(out)
     else:
         out = contract(x, static.matrix.astype(x.dtype), "... i q k, i o -> ... o q k")
     if static.matrix is not None and static.skip:
@@ -96,6 +96,11 @@ def split_groups(x: Array, groups: int) -> Array:
     return einops.rearrange(x, "... (g i) q k -> ... g i q k", g=groups)
 
 
+def join_groups(x: Array) -> Array:
+    """The inverse of `split_groups`."""
+    return einops.rearrange(x, "... g i q k -> ... (g i) q k")
+
+
 def _dynamic(x: Array, factors: Factors, n: str) -> Array:
     """What the factors of one side's rows (n is q or k) add, as contractions."""
     drop = (lambda f: f[..., 0]) if n == "q" else (lambda f: f[..., 0, :])
@@ -105,7 +110,7 @@ def _dynamic(x: Array, factors: Factors, n: str) -> Array:
         grouped = split_groups(x, flat.down.shape[-4])
         low = contract(grouped, flat.down, f"... g i q k, ... g i r {n} -> ... g r q k")
         high = contract(low, flat.up, f"... g r q k, ... g r o {n} -> ... g o q k")
-        terms.append(einops.rearrange(high, "... g o q k -> ... (g o) q k"))
+        terms.append(join_groups(high))
     if factors.diag is not None:
         terms.append(x * factors.diag.astype(x.dtype))
     if flat.dense is not None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxattn.engines.call import Call, Engine
+from jaxattn.engines.layout import flat_batch
 
 TYPES = (jnp.float16, jnp.bfloat16)
 WIDTH = 128  # of a head, at most, in whole eights
@@ -55,11 +56,7 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
 def heads_by(call: Call, implementation: Literal["cudnn", "xla"]) -> Array:
     """Heads [..., q, hv, v] by one of JAX's implementations; rows without a key are zero."""
     batch, frame = call.frame.batch, call.frame
-
-    def flat(x: Array, core: int) -> Array:  # one batch axis
-        own = x.shape[x.ndim - core :]
-        return jnp.broadcast_to(x, (*batch, *own)).reshape(-1, *own)
-
+    flat = lambda x, core: flat_batch(x, core, batch)
     visible = call.mask.block(frame, 0, frame.q_len, 0, frame.k_len)
     visible = jnp.broadcast_to(visible, (*visible.shape[:-2], frame.q_len, frame.k_len))
     bias = None if call.bias is None else flat(call.bias, 3)

@@ -118,6 +118,15 @@ def lay_out(call: Call) -> tuple[Rows, Keys]:
     return rows, keys
 
 
+def flat_batch(x: Array, core: int, batch: tuple[int, ...]) -> Array:
+    """An array with one batch axis in place of the call's, of size 1 where all examples are alike."""
+    x = jnp.asarray(x)
+    own, rest = x.shape[: x.ndim - core], x.shape[x.ndim - core :]
+    if all(size == 1 for size in own):
+        return x.reshape(1, *rest)
+    return jnp.broadcast_to(x, (*batch, *rest)).reshape(-1, *rest)
+
+
 def map_examples(function: Callable[[Array, int], Array], call: Call) -> Call:
     """The call with `function(array, core)` for the arrays of its mask and frame.
 

@@ -19,6 +19,7 @@ from jax import Array
 
 from jaxattn.axes import contract
 from jaxattn.engines import formula
+from jaxattn.engines.formula import join_groups, split_groups
 from jaxattn.linear import linear_map, with_pull
 from jaxattn.sides import Factors, Mix
 
@@ -81,11 +82,11 @@ def _mix(x: Array, static: Mix, rows: Both) -> tuple[Array, list[Array | None]]:
     """The mix, and the low-rank coordinates of both sides, which the reverse pass uses again."""
     groups = _groups(rows)
     # A reshape inside a loop keeps XLA from running along the keys, so all terms are made in groups.
-    grouped = functools.partial(_split, groups=groups)
+    grouped = functools.partial(split_groups, groups=groups)
     x = grouped(x)
     lows = [None if f is None or f.down is None else _alone(_sum_over_heads, x, f.down) for f in rows]
-    matrix = None if static.matrix is None else grouped(_matrix(_join(x), static.matrix))
-    whole = lambda m: grouped(_alone(_sum_over_heads, _join(x), m))
+    matrix = None if static.matrix is None else grouped(_matrix(join_groups(x), static))
+    whole = lambda m: grouped(_alone(_sum_over_heads, join_groups(x), m))
     dense = [None if f is None or f.dense is None else whole(f.dense) for f in rows]
     bias = None if static.bias is None else grouped(einops.rearrange(static.bias, "o -> o 1 1"))
 
@@ -97,7 +98,7 @@ def _mix(x: Array, static: Mix, rows: Both) -> tuple[Array, list[Array | None]]:
         return functools.reduce(operator.add, terms)
 
     ups, diags = ([None if f is None else getattr(f, name) for f in rows] for name in ("up", "diag"))
-    return _join(_alone(together, x, matrix, dense, lows, ups, diags, bias)), lows
+    return join_groups(_alone(together, x, matrix, dense, lows, ups, diags, bias)), lows
 
 
 def _groups(rows: Both) -> int:
@@ -125,10 +126,9 @@ def _turn(factors: Factors) -> Factors:
 def _owed_static(x: Array, static: Mix, owed: Array) -> Mix:
     matrix = bias = None
     if static.matrix is not None:
-        groups = static.matrix.shape[0] if static.matrix.ndim == 3 else 1
-        flat = lambda y: einops.rearrange(y, "... (g i) q k -> ... g i (q k)", g=groups)
-        each = contract(flat(x), flat(owed), "... g i k, ... g o k -> ... g i o")
-        matrix = each.reshape(-1, groups, *each.shape[-2:]).sum(0).reshape(static.matrix.shape)
+        rows = (_pairs_last(y, static.groups) for y in (x, owed))
+        each = contract(*rows, "... g i k, ... g o k -> ... g i o")
+        matrix = each.reshape(-1, *each.shape[-3:]).sum(0).reshape(static.matrix.shape)
     if static.bias is not None:
         bias = einops.reduce(owed, "... o q k -> o", "sum")
     return Mix(matrix, bias, static.skip)
@@ -139,8 +139,8 @@ def _owed_factors(x: Array, factors: Factors, low, owed: Array, owed_low, axis: 
     down = up = diag = dense = None
     if factors.down is not None:
         groups = factors.down.shape[-5]
-        down = _outer(_split(x, groups), owed_low, axis)
-        up = _outer(low, _split(owed, groups), axis)
+        down = _outer(split_groups(x, groups), owed_low, axis)
+        up = _outer(low, split_groups(owed, groups), axis)
     if factors.diag is not None:
         diag = _sum_products(x, owed, axis)
     if factors.dense is not None:
@@ -175,21 +175,18 @@ def _sum_over_heads(x: Array, m: Array) -> Array:
     return functools.reduce(operator.add, terms)
 
 
-def _matrix(x: Array, matrix: Array) -> Array:
+def _matrix(x: Array, static: Mix) -> Array:
     """The static map as one matrix product an example, the head axis leading."""
-    groups = matrix.shape[0] if matrix.ndim == 3 else 1
-    flat = einops.rearrange(x, "... (g i) q k -> ... g i (q k)", g=groups)
-    matrix = jnp.broadcast_to(matrix, (*flat.shape[:-2], *matrix.shape[-2:]))
+    assert static.matrix is not None
+    flat = _pairs_last(x, static.groups)
+    matrix = jnp.broadcast_to(static.matrix, (*flat.shape[:-2], *static.matrix.shape[-2:]))
     out = contract(matrix, flat, "... g i o, ... g i k -> ... g o k")
     return einops.rearrange(out, "... g o (q k) -> ... (g o) q k", q=x.shape[-2])
 
 
-def _split(x: Array, groups: int) -> Array:
-    return einops.rearrange(x, "... (g i) q k -> ... g i q k", g=groups)
-
-
-def _join(x: Array) -> Array:
-    return einops.rearrange(x, "... g o q k -> ... (g o) q k")
+def _pairs_last(x: Array, groups: int) -> Array:
+    """[..., (g i), q, k] to [..., g, i, (q k)]: all pairs of rows as one axis of a matrix product."""
+    return einops.rearrange(x, "... (g i) q k -> ... g i (q k)", g=groups)
 
 
 def _outer(a: Array, b: Array, axis: int) -> Array:
