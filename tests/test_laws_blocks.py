@@ -34,6 +34,11 @@ each_variant = pytest.mark.parametrize("name", variants.VARIANTS)
 def small_blocks(monkeypatch):
     for name, size in (("BLOCK_BYTES", 1), ("ROWS", (8, 8)), ("GROUPS", (2, 2)), ("GRAIN", 8), ("TILE", 11)):
         monkeypatch.setattr(f"jaxattn.engines.blocked.{name}", size)
+
+
+@pytest.fixture
+def passes_of_their_own(monkeypatch):
+    """As with large results: each step apart from the others, sums in lanes. Long to compile."""
     monkeypatch.setattr("jaxattn.engines.steps.ALONE", 1)
     monkeypatch.setattr("jaxattn.engines.steps.LANES", 2)
 
@@ -150,6 +155,7 @@ def assert_trees_close(got, want, what):
     table.assert_close(*flat, 1e-12, what)
 
 
+@pytest.mark.usefixtures("passes_of_their_own")
 @each_variant
 def test_dropout_does_not_depend_on_the_blocks(name):
     """Law 8: attention and head dropout, output and gradients, cut or whole."""
@@ -167,6 +173,7 @@ def test_dropout_does_not_depend_on_the_blocks(name):
     assert_trees_close(got, want, "gradient")
 
 
+@pytest.mark.usefixtures("passes_of_their_own")
 @each_variant
 def test_forward_and_reverse_mode_are_adjoint(name):
     """Law 9 through the engine's own reverse pass: |<Jv,u> - <v,J'u>| <= 1e-14 |Jv| |u|."""
