@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxattn.axes import check_axes, check_batch, check_boolean, check_floating, check_option
 from jaxattn.engines import dropout, select
-from jaxattn.engines.call import CAPTURES, Call
+from jaxattn.engines.call import CAPTURES, Call, logit_heads
 from jaxattn.masks import Frame, Mask, as_mask, padding
 from jaxattn.sides import Coupling, Factors, KeySide, Mix, QuerySide
 from jaxattn.spec import check_rate
@@ -37,7 +37,7 @@ def attend(
         mask: who may see whom, True = visible; None is everything. Rows that `key_side.valid` denies
             are hidden too.
         bias: [..., hs, q, k], added to the logits after the pre mixes; h, q or k may be 1.
-        engine: "auto", "dense", "blocked" or "reference"; none changes the function.
+        engine: "auto" or a name of `ja.ENGINES`; none changes the function.
         dropout_key: draws the dropout that the coupling states; None is evaluation.
         capture: intermediates to return, of "logits" (scaled, before the pre mixes), "mixed_logits"
             (before visibility), "weights" (softmax), "mixed_weights" (after the post mixes, before
@@ -46,7 +46,8 @@ def attend(
         finish: applied to the heads before the gate, with finish(0) = 0.
 
     Returns:
-        heads [..., q, hv, v] in the value's type, and the captured arrays by name.
+        heads [..., q, hv, v] in the value's type ([..., q, a, v] where the query side holds active heads
+        alone), and the captured arrays by name.
 
     Raises:
         ValueError, TypeError: naming the argument and axis, what came, what was expected, the fix.
@@ -64,7 +65,7 @@ def attend(
     if finish is not None:
         heads = finish(heads)
     if query_side.gate is not None:
-        heads = heads * query_side.gate.astype(heads.dtype)
+        heads = heads * _of_held(call, query_side.gate).astype(heads.dtype)
     return _drop_heads(call, heads), captured
 
 
@@ -137,7 +138,10 @@ def _check_sides(query: QuerySide, key: KeySide, coupling: Coupling) -> tuple[in
                 f"{name}: shape {array.shape} has {array.ndim} axes, expected [..., t, h, d]. "
                 "Fix: give a head axis of size 1 to a single head."
             )
-    q_len, logit_heads, width = query.query.shape[-3:]
+    q_len, _, width = query.query.shape[-3:]
+    if query.head is not None:
+        _check_head(query)
+    heads = first_heads = logit_heads(query)
     k_len, key_heads = key.key.shape[-3:-1]
     check_axes("key", key.key, "... k hK d", fix=fix, d=width)
     check_axes("value", key.value, "... k hV v", fix="one value row for each key row", k=k_len)
@@ -148,14 +152,13 @@ def _check_sides(query: QuerySide, key: KeySide, coupling: Coupling) -> tuple[in
         ("QuerySide.valid", query.valid, "... q"),
     ):
         if array is not None:
-            check_axes(what, array, axes, fix=fix, k=k_len, q=q_len, hl=logit_heads)
+            check_axes(what, array, axes, fix=fix, k=k_len, q=q_len, hl=heads)
             if what.endswith("valid"):
                 check_boolean(what, array)
     for what, position, size in (("q", query.position, q_len), ("k", key.position, k_len)):
         if position is not None:
             check_axes(f"positions of {what}", position, f"... {what}", fix="one position a row",
                        **{what: size})  # fmt: skip
-    heads = logit_heads
     for site in ("pre", "post"):
         stages = zip(*(getattr(x, site) for x in (coupling, query, key)), strict=True)
         for number, (mix, from_query, from_key) in enumerate(stages):
@@ -163,7 +166,7 @@ def _check_sides(query: QuerySide, key: KeySide, coupling: Coupling) -> tuple[in
             _check_factors(f"QuerySide.{what}", from_query, heads, q_len)
             _check_factors(f"KeySide.{what}", from_key, heads, k_len)
             heads = _check_mix(f"Coupling.{what}", mix, heads)
-    _check_shared("key", logit_heads, key_heads, coupling.key_of)
+    _check_shared("key", first_heads, key_heads, coupling.key_of)
     _check_shared("value", heads, key.value.shape[-2], coupling.value_of)
     if query.gate is not None:
         gate_width = query.gate.shape[-1] if query.gate.shape[-1] == 1 else key.value.shape[-1]
@@ -175,6 +178,26 @@ def _check_sides(query: QuerySide, key: KeySide, coupling: Coupling) -> tuple[in
     for axis in coupling.dropout_shared:
         check_option("Coupling: dropout_shared", axis, ("b", "h", "q"))
     return batch
+
+
+def _check_head(query: QuerySide) -> None:
+    """Active heads come with a gate for every head: it says how many there are."""
+    if query.gate is None:
+        raise ValueError(
+            "QuerySide.head: got active heads without QuerySide.gate, expected a gate for every head; those "
+            "that are left out are 0. Fix: gate [..., q, hv, 1]."
+        )
+    q_len, active = query.query.shape[-3:-1]
+    fix = "one head for each query that is held"
+    check_axes("QuerySide.head", query.head, "... q a", fix=fix, q=q_len, a=active)
+    if not jnp.issubdtype(query.head.dtype, jnp.integer):
+        raise TypeError(f"QuerySide.head: dtype is {query.head.dtype}, expected integers. Fix: indices.")
+
+
+def _of_held(call: Call, x: Array) -> Array:
+    """[..., q, hv, x] of the heads that the query side holds."""
+    head = call.query.head
+    return x if head is None else jnp.take_along_axis(x, head[..., None], axis=-2)
 
 
 def _check_mix(what: str, mix: Mix, heads: int) -> int:
@@ -279,5 +302,6 @@ def _drop_heads(call: Call, heads: Array) -> Array:
     if call.dropout_key is None or rate == 0:
         return heads
     key = jax.random.fold_in(call.dropout_key, HEAD_DROPOUT_STREAM)
-    kept = dropout.keep(key, rate, ("q",), (*call.frame.batch, heads.shape[-2], 1, 1))
-    return dropout.scaled(heads, einops.rearrange(kept, "... h q k -> ... q h k"), rate)
+    kept = dropout.keep(key, rate, ("q",), (*call.frame.batch, call.output_heads, call.frame.q_len, 1))
+    kept = _of_held(call, einops.rearrange(kept, "... h q k -> ... q h k"))
+    return dropout.scaled(heads, kept, rate)

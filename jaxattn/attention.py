@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxattn import project
 from jaxattn.attend import attend
 from jaxattn.axes import check_axes, check_batch, check_boolean, check_floating
+from jaxattn.engines import routes
 from jaxattn.explain import explain
 from jaxattn.masks import Frame, Mask, as_mask
 from jaxattn.sides import Coupling, KeySide, Mix, QuerySide
@@ -114,6 +115,7 @@ class Attention(NamedTuple):
         x_q: Array,
         valid: Array | None = None,
         positions: Array | None = None,
+        routed: bool = False,
     ) -> QuerySide:
         """What each query row contributes.
 
@@ -122,15 +124,25 @@ class Attention(NamedTuple):
             x_q: [..., q, m].
             valid: [..., q] bool; rows that are not are zeroed and count in no statistic.
             positions: [..., q]; None is 0, 1, 2, ...
+            routed: project and hold only the heads that a router keeps active, as engine "routed" takes
+                them.
+
+        Raises:
+            ValueError: for `routed`, where no router decides from the states alone.
         """
         z = self.sizes
         x_q = _check_state("x_q", x_q, "q", self.spec.in_q, "HeadSpec(in_q=...)")
         _check_rows("q", x_q, valid=valid, positions=positions)
         x_q = _zero_invalid(x_q, valid)
-        heads = project.project(params["query"], x_q)
+        head = self._route(params, x_q) if routed else None
+        if head is None:
+            heads = project.project(params["query"], x_q)
+        else:
+            heads = project.project_active(params["query"], x_q, head)
         heads = project.normalize(heads, z.qk_norm, _scale(params, "query_ln"))
         heads = project.rotate(heads, z.rotary_q, positions, self.spec.d_qk)
-        side = QuerySide(heads, (None,) * len(z.pre), (None,) * len(z.post), valid=valid, position=positions)
+        nothing = (None,) * len(z.pre), (None,) * len(z.post)
+        side = QuerySide(heads, *nothing, valid=valid, position=positions, head=head)
         for link, own, site in self._own(params):
             side = link.query_side(own, x_q, side, site)
         return side
@@ -243,7 +255,7 @@ class Attention(NamedTuple):
         else:
             q_positions, k_positions = positions, positions if x_kv is None else None
         q_valid = valid if x_kv is None else None
-        query_side = self.query_side(params, x_q, q_valid, q_positions)
+        query_side = self.query_side(params, x_q, q_valid, q_positions, routes(engine))
         key_side = self.key_side(params, source, valid, k_positions)
         return self._attend(
             params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask
@@ -277,10 +289,35 @@ class Attention(NamedTuple):
             >>> attn.attend(params, jnp.ones((5, 6)), side)[0].shape
             (5, 6)
         """
-        query_side = self.query_side(params, x_q, None, positions)
+        query_side = self.query_side(params, x_q, None, positions, routes(engine))
         return self._attend(
             params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask
         )
+
+    def why_not_routed(self) -> str | None:
+        """Why heads that are not active cannot be left out, or None where they can."""
+        if self.sizes.pre or self.sizes.post:
+            return "heads are mixed, so every head counts"
+        if len([link for link in self.links if link.route is not None]) != 1:
+            return "not exactly one transform routes by the states alone"
+        plain = HeadTransform()
+        for link in self.links:
+            if link.finish is not plain.finish or (
+                link.query_side is not plain.query_side and link.route is None
+            ):
+                return f"{link.name} works on the queries or heads of all heads"
+        return None
+
+    def _route(self, params: PyTree, x_q: Array) -> Array:
+        why = self.why_not_routed()
+        if why is not None:
+            raise ValueError(
+                f"engine 'routed' cannot run this attention: {why}. Fix: a router such as that of MoH, without "
+                "mixes, or another engine."
+            )
+        router = next((link, own, site) for link, own, site in self._own(params) if link.route is not None)
+        link, own, site = router
+        return link.route(own, x_q, site)
 
     def _attend(
         self, params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask
@@ -304,7 +341,10 @@ class Attention(NamedTuple):
             remask=remask,
             finish=finish,
         )
-        y = project.unproject(params["out"], heads)
+        if query_side.head is None:
+            y = project.unproject(params["out"], heads)
+        else:
+            y = project.unproject_active(params["out"], heads, query_side.head)
         _refuse_overflow(x_q, y)
         sums = {link.name: link.aux(own, x_q, query_side, site) for link, own, site in self._own(params)}
         sums = {name: value for name, value in sums.items() if value is not None}

@@ -10,7 +10,7 @@ from jax import Array, ShapeDtypeStruct
 from jax.typing import DTypeLike
 
 from jaxattn.attend import checked_call
-from jaxattn.engines import ENGINES, select
+from jaxattn.engines import ENGINES, routes, select
 from jaxattn.masks import Mask, as_mask
 
 METHOD = "custom calls in the compiled program"
@@ -102,14 +102,20 @@ def explain(
     ]
 
     def look(params, x_q, x_k, x_v) -> Array:
-        sides = attn.query_side(params, x_q), attn.expand(attn.key_side(params, (x_k, x_v)))
-        calls.append(checked_call(*sides, attn.coupling(params), mask, None, key, capture))
+        key_side, coupling = attn.expand(attn.key_side(params, (x_k, x_v))), attn.coupling(params)
+        for routed in (False, True):
+            if not routed or attn.why_not_routed() is None:
+                query_side = attn.query_side(params, x_q, routed=routed)
+                calls.append(checked_call(query_side, key_side, coupling, mask, None, key, capture))
         return x_q
 
     jax.eval_shape(look, params, *states)
-    (call,) = calls
+    call = calls[-1 if routes(engine) else 0]
     chosen = select(engine, call)
-    reasons = {name: row.why_not(call) for name, row in ENGINES.items()}
+    reasons = {
+        name: (row.routes and attn.why_not_routed()) or row.why_not(calls[-1 if row.routes else 0])
+        for name, row in ENGINES.items()
+    }
     observed = None
     if observe:
 

@@ -59,34 +59,36 @@ def linear_map(
 
 
 def with_pull(
-    function: Callable[..., tuple[PyTree, PyTree]], pull: Callable[[PyTree, PyTree, PyTree], PyTree]
-) -> Callable[..., PyTree]:
+    function: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    pull: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
+) -> Callable[[PyTree, PyTree], PyTree]:
     """The first result of `function`, with a reverse pass of its own, for every mode of JAX.
 
     Args:
-        function: from trees of floating arrays to a result and what its reverse pass shall keep.
-        pull: `(operands, kept, cotangent) -> cotangents`, a tuple like the operands.
+        function: `(operands, others) -> (result, kept)`: operands are floating arrays, others are arrays
+            without a tangent (integers, booleans, PRNG keys); kept is what the reverse pass reads.
+        pull: `(operands, others, kept, cotangent) -> cotangents`, a tree like the operands.
 
     Example:
-        >>> square = with_pull(lambda x: (x * x, 2 * x), lambda operands, kept, t: (kept * t,))
-        >>> float(jax.grad(square)(3.0)), float(jax.jvp(square, (3.0,), (1.0,))[1])
+        >>> square = with_pull(lambda x, _: (x * x, 2 * x), lambda x, _, kept, t: kept * t)
+        >>> float(jax.grad(square)(3.0, ())), float(jax.jvp(square, (3.0, ()), (1.0, ()))[1])
         (6.0, 6.0)
     """
-
     function = jax.jit(function)
 
     @jax.custom_jvp
-    def ruled(*operands):
-        return function(*operands)[0]
+    def ruled(operands, others):
+        return function(operands, others)[0]
 
     def push(residuals, tangents):
-        return jax.jvp(lambda *operands: function(*operands)[0], residuals[0], tangents)[1]
+        operands, others, _ = residuals
+        return jax.jvp(lambda x: function(x, others)[0], (operands,), (tangents,))[1]
 
     @ruled.defjvp
     def ruled_jvp(primals, tangents):
         out, kept = function(*primals)
-        back = lambda residuals, cotangent: pull(residuals[0], residuals[1], cotangent)
-        return out, linear_map(push, back, (primals, kept), tangents)
+        back = lambda residuals, cotangent: pull(*residuals, cotangent)
+        return out, linear_map(push, back, (*primals, kept), tangents[0])
 
     return ruled
 

@@ -63,7 +63,8 @@ class Mask(abc.ABC):
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         """Visibility of one block: bool, axes [..., h, q, k], each of full size or 1.
 
-        Starts may be traced; sizes are static and never reach past the end.
+        Starts may be traced; sizes are static and never reach past the end. `q_start` may be [q_size]
+        row numbers instead of the first, for rows that do not lie together.
         """
 
     @abc.abstractmethod

@@ -343,12 +343,14 @@ def _count(name: str, value: Any) -> int:
 def _rows(array: Array, start: Start, size: int, axis: int) -> Array:
     if isinstance(start, int):
         return jax.lax.slice_in_dim(array, start, start + size, axis=axis)
+    if jnp.ndim(start):
+        return jnp.take(array, start, axis=axis)
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=axis)
 
 
 def _positions(position: Array | None, first: Start, start: Start, size: int) -> Array:
     if position is None:
-        return first + jnp.arange(size, dtype=jnp.int32)
+        return first if jnp.ndim(first) else first + jnp.arange(size, dtype=jnp.int32)
     position = jnp.asarray(position)
     # at least int32 and signed: a difference of unsigned or narrow positions would wrap
     return _rows(position.astype(jnp.result_type(position.dtype, jnp.int32)), start, size, -1)

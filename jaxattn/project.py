@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxattn.axes import contract
+from jaxattn.route import collect, route, spread
 from jaxattn.spec import Rotary
 
 
@@ -40,6 +41,46 @@ def unproject(params: dict[str, Array], heads: Array) -> Array:
     """
     dtype = jnp.promote_types(heads.dtype, params["kernel"].dtype)
     out = _linear(heads, params["kernel"], "... t h v, h v m -> ... t m", dtype)
+    return out + params["bias"].astype(dtype) if "bias" in params else out
+
+
+def project_active(params: dict[str, Array], x: Array, head: Array) -> Array:
+    """States to active heads only: out[t,a] = x[t] @ kernel[:,head[t,a]] + bias[head[t,a]].
+
+    Args:
+        params: kernel [m, h, d] and, where used, bias [h, d].
+        x: [..., t, m].
+        head: [..., t, a] distinct indices of heads.
+
+    Returns:
+        [..., t, a, d].
+    """
+    kernel = einops.rearrange(params["kernel"], "m h d -> h m d")
+    dtype = jnp.promote_types(x.dtype, kernel.dtype)
+    rows = einops.rearrange(jnp.broadcast_to(x, (*head.shape[:-1], x.shape[-1])), "... t m -> (... t) m")
+    where = route(head.reshape(-1, head.shape[-1]), kernel.shape[0])
+    out = spread(rows.astype(dtype), kernel.astype(dtype), where).astype(dtype)
+    out = out.reshape(*head.shape, -1)
+    return out + params["bias"].astype(dtype)[head] if "bias" in params else out
+
+
+def unproject_active(params: dict[str, Array], heads: Array, head: Array) -> Array:
+    """Active heads to states: out[t] = sum_a heads[t,a] @ kernel[head[t,a]] + bias.
+
+    Args:
+        params: kernel [h, v, m] and, where used, bias [m].
+        heads: [..., t, a, v].
+        head: [..., t, a] distinct indices of heads.
+
+    Returns:
+        [..., t, m].
+    """
+    kernel = params["kernel"]
+    dtype = jnp.promote_types(heads.dtype, kernel.dtype)
+    pairs = heads.reshape(-1, *heads.shape[-2:]).astype(dtype)
+    where = route(jnp.broadcast_to(head, heads.shape[:-1]).reshape(-1, head.shape[-1]), kernel.shape[0])
+    out = collect(pairs, kernel.astype(dtype), where).astype(dtype)
+    out = out.reshape(*heads.shape[:-2], -1)
     return out + params["bias"].astype(dtype) if "bias" in params else out
 
 

@@ -47,7 +47,8 @@ class QuerySide(NamedTuple):
         gate: [..., q, hv, 1] or [..., q, hv, v], multiplies the heads.
         valid: [..., q] bool, False for padding rows (they count in no statistic).
         position: [..., q] integers; None is 0, 1, 2, ...
-        head: [..., q, a] indices of the active heads, where only those are held.
+        head: [..., q, a] distinct indices, where only the active heads are held: `query` is then
+            [..., q, a, d], and the gates of all others are 0.
         notes: what a transform keeps for its own `aux`, by its name; engines do not read it.
     """
 

@@ -129,10 +129,13 @@ def moh(
             if size
         }
 
+    def by_state(params, x) -> Array:
+        return jax.nn.softmax(_finite(_score(x, params["routed"])), axis=-1)
+
     def probabilities(params, x, side: ja.QuerySide) -> Array:
         """The router's distribution over the routed heads, [..., q, hr]."""
         if learned:
-            return jax.nn.softmax(_finite(_score(x, params["routed"])), axis=-1)
+            return by_state(params, x)
         query = side.query[..., shared:, :]
         query = query.astype(jnp.promote_types(query.dtype, jnp.float32))
         square = jnp.square(query).sum(-1)
@@ -141,6 +144,10 @@ def moh(
         spread = jnp.square(norm - norm.mean(-1, keepdims=True)).sum(-1, keepdims=True)
         spread = jnp.sqrt(spread / max(norm.shape[-1] - 1, 1) + 1e-6)
         return jax.nn.softmax(_finite(norm / spread), axis=-1)
+
+    def route(params, x, at: ja.Site) -> Array:
+        always = jnp.broadcast_to(jnp.arange(shared), (*x.shape[:-1], shared))
+        return jnp.concatenate([always, shared + _best(by_state(params, x), top_k)], axis=-1) if top_k else always
 
     def query_side(params, x, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
         of_shared, of_routed = stage_gates(params, x)
@@ -230,6 +237,7 @@ def moh(
         adapt=adapt,
         init=init,
         query_side=query_side,
+        route=route if learned else None,
         aux=aux,
         losses=losses,
         declare=declare,
@@ -248,8 +256,10 @@ def _finite(scores: Array) -> Array:
 
 
 def _top(p: Array, k: int) -> Array:
-    """Which entries are among the k largest of the last axis; the lowest index wins a tie."""
-    if k == 0:
-        return jnp.zeros(p.shape, bool)
-    _, index = jax.lax.top_k(jax.lax.stop_gradient(p), k)
-    return jax.nn.one_hot(index, p.shape[-1], dtype=bool).any(-2)
+    """Which entries are among the k largest of the last axis, bool like p."""
+    return jax.nn.one_hot(_best(p, k), p.shape[-1], dtype=bool).any(-2)
+
+
+def _best(p: Array, k: int) -> Array:
+    """The indices of the k largest of the last axis, [..., k]; the lowest index wins a tie."""
+    return jax.lax.top_k(jax.lax.stop_gradient(p), k)[1]

@@ -1,5 +1,5 @@
 """Engines execute the form. Each is one file and one row of ENGINES; none changes the function."""
 
-from jaxattn.engines.select import ENGINES, select
+from jaxattn.engines.select import ENGINES, routes, select
 
-__all__ = ["ENGINES", "select"]
+__all__ = ["ENGINES", "routes", "select"]

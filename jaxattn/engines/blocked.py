@@ -24,6 +24,7 @@ from jaxattn.engines.call import Call, Engine
 from jaxattn.engines.layout import (
     Block,
     Keys,
+    Origin,
     Rows,
     flat_batch,
     join_floats,
@@ -31,7 +32,7 @@ from jaxattn.engines.layout import (
     map_examples,
     split_floats,
 )
-from jaxattn.linear import linear_map
+from jaxattn.linear import with_pull
 from jaxattn.masks import Fill
 from jaxattn.sides import Coupling
 
@@ -111,22 +112,10 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
         frame = call.frame._replace(q_position=q_position, k_position=k_position)
         return join_floats(floats, rest), call._replace(mask=mask, dropout_key=dropout_key, frame=frame)
 
-    @jax.custom_jvp
-    def heads(floats, others):
-        return _forward(*rejoin(floats, others), plan)
-
-    def push(residuals, tangents):
-        floats, others = residuals
-        return jax.jvp(lambda x: _forward(*rejoin(x, others), plan), (floats,), (tangents,))[1]
-
-    def pull(residuals, cotangent):
-        floats, others = residuals
-        return _backward(floats, *rejoin(floats, others), plan, cotangent)
-
-    @heads.defjvp
-    def heads_jvp(primals, tangents):
-        return heads(*primals), linear_map(push, pull, primals, tangents[0])
-
+    heads = with_pull(
+        lambda floats, others: (_forward(*rejoin(floats, others), plan), ()),
+        lambda floats, others, _, cotangent: _backward(floats, *rejoin(floats, others), plan, cotangent),
+    )
     out = heads(floats, others)
     return einops.rearrange(out.reshape(*batch, *out.shape[1:]), "... hv q v -> ... q hv v"), {}
 
@@ -155,19 +144,19 @@ def plan_of(call: Call) -> Plan:
 def _reach(call: Call, start: int, size: int, blocks: int) -> Group:
     """The keys that each block of a group can see, as one static size and a start for each."""
     k_len = call.frame.k_len
-    grain = max(GRAIN, k_len // 64)  # planning stays cheap however long the rows are
-    spans = []
-    for block in range(blocks):
-        seen = [
-            k
-            for k in range(0, k_len, grain)
-            if call.mask.fill(call.frame, start + block * size, size, k, min(grain, k_len - k))
-            is not Fill.EMPTY
-        ]
-        spans.append((seen[0], min(seen[-1] + grain, k_len)) if seen else (0, 0))
+    spans = [key_span(call, start + block * size, size) for block in range(blocks)]
     k_size = max(end - first for first, end in spans)
     k_starts = np.array([min(first, k_len - k_size) for first, _ in spans])
     return Group(start, size, blocks, k_starts, k_size)
+
+
+def key_span(call: Call, q_start: int, q_size: int) -> tuple[int, int]:
+    """The first key that some of these rows may see and the one after the last; 0, 0 where there is none."""
+    k_len = call.frame.k_len
+    grain = max(GRAIN, k_len // 64)  # planning stays cheap however long the rows are
+    fill = lambda k: call.mask.fill(call.frame, q_start, q_size, k, min(grain, k_len - k))
+    seen = [k for k in range(0, k_len, grain) if fill(k) is not Fill.EMPTY]
+    return (seen[0], min(seen[-1] + grain, k_len)) if seen else (0, 0)
 
 
 def _forward(parts: Parts, call: Call, plan: Plan) -> Array:
@@ -175,7 +164,7 @@ def _forward(parts: Parts, call: Call, plan: Plan) -> Array:
 
     def some(xs):
         rows, keys, start = xs
-        part, here = parts._replace(rows=rows, keys=keys), _of_examples(call, start, plan.examples)
+        part, here = parts._replace(rows=rows, keys=keys), of_examples(call, start, plan.examples)
         done = [_group_forward(part, here, start, group) for group in plan.groups]
         return jnp.concatenate(done, axis=Q_AXIS)
 
@@ -191,8 +180,8 @@ def _group_forward(part: Parts, call: Call, b_start: Array, group: Group) -> Arr
 
     def block(xs):
         rows, q_start, k_start = xs
-        block = _cut(part, call, group, rows, (b_start, q_start, k_start))
-        return _heads(block, _data_decides(call))
+        block = _cut(part, call, group, rows, Origin(b_start, 0, q_start, k_start))
+        return block_heads(block, data_decides(call))
 
     rows = jax.tree.map(group.split, part.rows)
     return group.join(jax.lax.map(block, (rows, group.starts, group.k_starts)))
@@ -206,7 +195,7 @@ def _backward(floats: Parts, parts: Parts, call: Call, plan: Plan, cotangent: Ar
 
     def some(shared, xs):
         (rows, keys, start), cotangent = xs
-        part, here = parts._replace(rows=rows, keys=keys), _of_examples(call, start, plan.examples)
+        part, here = parts._replace(rows=rows, keys=keys), of_examples(call, start, plan.examples)
         float_keys, _ = split_floats(keys)
         owed = Parts(None, zeros(float_keys), shared.coupling, shared.bias)
         done = []
@@ -233,10 +222,9 @@ def _group_backward(part: Parts, call: Call, b_start: Array, group: Group, owed:
 
     def step(owed, xs):
         rows, cotangent, q_start, k_start = xs
-        start = b_start, q_start, k_start
-        block = _cut(part, call, group, rows, start)
+        block = _cut(part, call, group, rows, Origin(b_start, 0, q_start, k_start))
         moving, still = split_floats(Parts(block.rows, block.keys, block.coupling, block.bias))
-        again = lambda x: _heads(block._replace(**join_floats(x, still)._asdict()), _data_decides(call))
+        again = lambda x: block_heads(block._replace(**join_floats(x, still)._asdict()), data_decides(call))
         (moved,) = jax.vjp(again, moving)[1](cotangent)
         keys = jax.tree.map(lambda a, b: _add_at(a, b, {K_AXIS: k_start}), owed.keys, moved.keys)
         coupling = jax.tree.map(jnp.add, owed.coupling, moved.coupling)
@@ -262,7 +250,7 @@ def _merge(x: Array) -> Array:
     return einops.rearrange(x, "n b ... -> (n b) ...")
 
 
-def _of_examples(call: Call, start: Array, count: int) -> Call:
+def of_examples(call: Call, start: Array, count: int) -> Call:
     """The call with the mask and positions of some examples."""
 
     def take(x: Array, core: int) -> Array:
@@ -272,54 +260,53 @@ def _of_examples(call: Call, start: Array, count: int) -> Call:
     return map_examples(take, call)
 
 
-def _cut(parts: Parts, call: Call, group: Group, rows: Rows, start: tuple[Array, Array, Array]) -> Block:
+def _cut(parts: Parts, call: Call, group: Group, rows: Rows, start: Origin) -> Block:
     """One block: its query rows, the keys that they reach, its part of the bias."""
-    _, q_start, k_start = start
     assert parts.keys is not None
     examples = parts.keys.key.shape[0]
-    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, k_start, group.k_size, axis=K_AXIS)
+    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start.key, group.k_size, axis=K_AXIS)
     return Block(
         rows=rows,
         keys=jax.tree.map(cut, parts.keys),
         coupling=parts.coupling,
         bias=_cut_bias(parts.bias, start, (examples, group.size, group.k_size)),
-        visible=call.mask.block(call.frame, q_start, group.size, k_start, group.k_size),
+        visible=call.mask.block(call.frame, start.row, group.size, start.key, group.k_size),
         dropout_key=call.dropout_key,
         start=start,
     )
 
 
-def _data_decides(call: Call) -> bool:
+def data_decides(call: Call) -> bool:
     """Whether the mask holds data, so that only at run time it is known which keys are hidden."""
     return bool(jax.tree.leaves((call.mask, call.frame.q_position, call.frame.k_position)))
 
 
-def _cut_bias(bias: Array | None, starts, sizes: tuple[int, int, int]) -> Array | None:
+def _cut_bias(bias: Array | None, start: Origin, sizes: tuple[int, int, int]) -> Array | None:
     """The block of a bias whose axes b, q and k may be 1."""
     if bias is None:
         return None
-    for axis, start, size in zip((-4, Q_AXIS, K_AXIS), starts, sizes, strict=True):
+    starts = start.example, start.row, start.key
+    for axis, first, size in zip((-4, Q_AXIS, K_AXIS), starts, sizes, strict=True):
         if bias.shape[axis] != 1:
-            bias = jax.lax.dynamic_slice_in_dim(bias, start, size, axis=axis)
+            bias = jax.lax.dynamic_slice_in_dim(bias, first, size, axis=axis)
     return bias
 
 
-def _heads(block: Block, data_decides: bool) -> Array:
-    """Heads [b, hv, q, v] of one block; spans of keys in which the data hide everything are passed over."""
+def block_heads(block: Block, by_data: bool) -> Array:
+    """Heads [..., hv, q, v] of one block; spans of keys in which the data hide everything are passed over."""
     k_size = block.keys.key.shape[K_AXIS]
-    spans = _spans(block, k_size) if data_decides else [(0, k_size, None)]
+    spans = _spans(block, k_size) if by_data else [(0, k_size, None)]
 
     def span(start: int, size: int) -> Block:
         if size == k_size:
             return block
         cut = lambda x: jax.lax.slice_in_dim(x, start, start + size, axis=K_AXIS)
-        b_start, q_start, k_start = block.start
         bias = block.bias
         return block._replace(
             keys=jax.tree.map(cut, block.keys),
             bias=bias if bias is None or bias.shape[K_AXIS] == 1 else cut(bias),
             visible=cut(block.visible),
-            start=(b_start, q_start, k_start + start),
+            start=block.start._replace(key=block.start.key + start),
         )
 
     def logits(start: int, size: int) -> Array:

@@ -40,9 +40,14 @@ class Call(NamedTuple):
         return jnp.promote_types(self.query.query.dtype, jnp.float32)
 
     @property
+    def logit_heads(self) -> int:
+        """hl: the heads that have scores, whether or not the query side holds all of them."""
+        return logit_heads(self.query)
+
+    @property
     def softmax_heads(self) -> int:
         """hs: the heads that the pre mixes leave."""
-        return _heads_after(self.query.query.shape[-2], self.coupling.pre)
+        return _heads_after(self.logit_heads, self.coupling.pre)
 
     @property
     def output_heads(self) -> int:
@@ -52,9 +57,23 @@ class Call(NamedTuple):
     @property
     def score_bytes(self) -> int:
         """Bytes of one dense tensor of scores [..., h, q, k], at the stage with most heads."""
-        heads = max(self.query.query.shape[-2], self.softmax_heads, self.output_heads)
+        heads = max(self.logit_heads, self.softmax_heads, self.output_heads)
         pairs = math.prod(self.frame.batch) * self.frame.q_len * self.frame.k_len
         return heads * pairs * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def mixes(self) -> bool:
+        """Whether heads see each other anywhere."""
+        sides, mixes = (self.query, self.key), (*self.coupling.pre, *self.coupling.post)
+        factors = (f for side in sides for f in (*side.pre, *side.post))
+        return any(f is not None for f in factors) or any(m.matrix is not None for m in mixes)
+
+    @property
+    def biases(self) -> bool:
+        """Whether the form adds anything to logits or weights, by head, key or position; not the call's bias."""
+        c = self.coupling
+        added = (self.key.bias, c.pair_bias, *(m.bias for m in (*c.pre, *c.post)))
+        return any(bias is not None for bias in added)
 
 
 class Engine(NamedTuple):
@@ -66,6 +85,7 @@ class Engine(NamedTuple):
         captures: the intermediates that it can return; asking for others raises.
         modes: derivatives that it has, of "reverse" and "forward".
         refuses: `(call)` to the reason why it cannot run it, or None.
+        routes: whether it takes query sides that hold active heads alone (`QuerySide.head`), and no others.
         about: one line for tables and errors.
     """
 
@@ -74,6 +94,7 @@ class Engine(NamedTuple):
     captures: tuple[str, ...] = CAPTURES
     modes: tuple[str, ...] = ("reverse", "forward")
     refuses: Callable[[Call], str | None] = lambda call: None
+    routes: bool = False
     about: str = ""
 
     def why_not(self, call: Call) -> str | None:
@@ -81,7 +102,19 @@ class Engine(NamedTuple):
         missing = [name for name in call.capture if name not in self.captures]
         if missing:
             return f"it never holds {', '.join(missing)} as a whole"
+        if self.routes and call.query.head is None:
+            return "the query side holds every head; nothing routes (QuerySide.head)"
+        if call.query.head is not None and not self.routes:
+            return "the query side holds active heads alone (QuerySide.head)"
         return self.refuses(call)
+
+
+def logit_heads(query: QuerySide) -> int:
+    """hl of a query side; where it holds active heads alone, its gates are for all."""
+    if query.head is None:
+        return query.query.shape[-2]
+    assert query.gate is not None
+    return query.gate.shape[-2]
 
 
 def _heads_after(heads: int, mixes: tuple[Mix, ...]) -> int:

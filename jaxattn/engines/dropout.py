@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.random import threefry2x32_p
 
+from jaxattn.engines.layout import Origin
+
 
 def keep(
     rng: Array,
     rate: float,
     shared: tuple[str, ...],
     shape: tuple[int, ...],
-    start: tuple[int | Array, int | Array, int | Array] = (0, 0, 0),
+    start: Origin = Origin(),
 ) -> Array:
     """Which weights of a block survive.
 
@@ -26,7 +28,7 @@ def keep(
         rate: probability that a weight is dropped.
         shared: axes among b, h, q along which one draw serves all rows.
         shape: [..., h, q, k] of the block.
-        start: its first example, query row and key.
+        start: its first example, head, query row and key.
 
     Returns:
         bool [..., h, q, k].
@@ -35,18 +37,23 @@ def keep(
     seed = jax.random.bits(rng, (2,), jnp.uint32)
     example, head, row = (
         jnp.zeros(1, jnp.uint32) if axis in shared else _from(first, size)
-        for axis, first, size in (("b", start[0], math.prod(batch)), ("h", 0, heads), ("q", start[1], q_size))
+        for axis, first, size in (
+            ("b", start.example, math.prod(batch)),
+            ("h", start.head, heads),
+            ("q", start.row, q_size),
+        )
     )
     owner = _hash(seed[0], seed[1], example[:, None], head[None, :])
     line = _hash(owner[0][..., None], owner[1][..., None], row, jnp.uint32(0))
-    bits, _ = _hash(line[0][..., None], line[1][..., None], _from(start[2], k_size), jnp.uint32(1))
+    bits, _ = _hash(line[0][..., None], line[1][..., None], _from(start.key, k_size), jnp.uint32(1))
     kept = bits < jnp.uint32(min(round((1 - rate) * 2**32), 2**32 - 1))
     return jnp.broadcast_to(kept, (math.prod(batch), heads, q_size, k_size)).reshape(shape)
 
 
 def _from(first: int | Array, size: int) -> Array:
-    """first, first + 1, ... of the hash's type."""
-    return jnp.asarray(first, jnp.uint32) + jnp.arange(size).astype(jnp.uint32)
+    """first, first + 1, ... of the hash's type; numbers that are given one by one as they are."""
+    first = jnp.asarray(first, jnp.uint32)
+    return first if first.ndim else first + jnp.arange(size).astype(jnp.uint32)
 
 
 def scaled(x: Array, kept: Array, rate: float) -> Array:

@@ -132,9 +132,8 @@ def logits(block: Block, steps: Steps) -> tuple[Array, Array]:
     for static, of_rows, of_keys in zip(c.pre, rows.pre, keys.pre, strict=True):
         x = steps.mix(x, static, (of_rows, of_keys))
     if c.pair_bias is not None:
-        _, q_start, k_start = block.start
-        q = q_start + jnp.arange(x.shape[-2]) if rows.position is None else rows.position[..., 0]
-        k = k_start + jnp.arange(x.shape[-1]) if keys.position is None else keys.position[..., 0, :]
+        q = block.start.row + jnp.arange(x.shape[-2]) if rows.position is None else rows.position[..., 0]
+        k = block.start.key + jnp.arange(x.shape[-1]) if keys.position is None else keys.position[..., 0, :]
         x = x + c.pair_bias.of(c.pair_bias.params, q, k)
     if block.bias is not None:
         x = x + block.bias.astype(x.dtype)

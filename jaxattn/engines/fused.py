@@ -30,10 +30,9 @@ def unfit(call: Call) -> str | None:
     """What of the call no fused kernel can express, or None."""
     c, query, key = call.coupling, call.query, call.key
     width = query.query.shape[-1]
-    factors = (*query.pre, *query.post, *key.pre, *key.post)
-    if any(f is not None for f in factors) or any(m.matrix is not None for m in (*c.pre, *c.post)):
+    if call.mixes:
         return "heads are mixed, and it works on one head at a time"
-    if any(m.bias is not None for m in (*c.pre, *c.post)) or key.bias is not None or c.pair_bias is not None:
+    if call.biases:
         return "it has no biases by head or key"
     if c.softcap is not None:
         return "it has no soft cap"

@@ -53,15 +53,24 @@ class Keys(NamedTuple):
     position: Array | None
 
 
+class Origin(NamedTuple):
+    """Where a block starts in its call; `row` may be [q] row numbers that do not lie together."""
+
+    example: int | Array = 0
+    head: int | Array = 0
+    row: int | Array = 0
+    key: int | Array = 0
+
+
 class Block(NamedTuple):
-    """Some query rows and some keys of a call.
+    """Some query rows and some keys of a call, of all heads or of one.
 
     Attributes:
         rows, keys, coupling: the form of the block.
         bias: the block's part of the call's bias, or None.
         visible: bool [..., h, q, k], each axis of full size or 1.
         dropout_key: draws the attention dropout; None is evaluation.
-        start: the example, the query row and the key that the block starts with.
+        start: where the block starts.
     """
 
     rows: Rows
@@ -70,7 +79,7 @@ class Block(NamedTuple):
     bias: Array | None
     visible: Array
     dropout_key: Array | None
-    start: tuple[int | Array, int | Array, int | Array] = (0, 0, 0)
+    start: Origin = Origin()
 
     @property
     def dtype(self) -> jnp.dtype:

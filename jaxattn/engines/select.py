@@ -1,11 +1,16 @@
 """The table of engines, and which one `engine="auto"` takes."""
 
-from jaxattn.engines import blocked, dense, fused, reference
+from jaxattn.engines import blocked, dense, fused, reference, routed
 from jaxattn.engines.call import Call, Engine
 
-ENGINES: dict[str, Engine] = {e.ENGINE.name: e.ENGINE for e in (reference, dense, blocked, fused)}
+ENGINES: dict[str, Engine] = {e.ENGINE.name: e.ENGINE for e in (reference, dense, blocked, fused, routed)}
 
 DENSE_BYTES = 2**24  # a score tensor up to this size is not worth cutting
+
+
+def routes(engine: str) -> bool:
+    """Whether the engine of this name takes active heads alone."""
+    return engine in ENGINES and ENGINES[engine].routes
 
 
 def select(engine: str, call: Call) -> Engine:
@@ -15,6 +20,8 @@ def select(engine: str, call: Call) -> Engine:
         ValueError: for an unknown name, or when the engine cannot do what the call asks, naming those
             that can.
     """
+    if engine == "auto" and call.query.head is not None:
+        engine = routed.ENGINE.name
     if engine == "auto":
         small = call.score_bytes <= DENSE_BYTES
         needs_all = any(name not in blocked.ENGINE.captures for name in call.capture)

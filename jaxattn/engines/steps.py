@@ -34,16 +34,16 @@ Both = tuple[Factors | None, Factors | None]
 def mix(x: Array, static: Mix, rows: Both) -> Array:
     """`formula.mix` on [..., i, q, k], to [..., o, q, k], with a derivative of its own."""
     static, rows = jax.tree.map(lambda leaf: leaf.astype(x.dtype), (static, rows))
-    return _ruled_mix(x, static, rows)
+    return _ruled_mix((x, static, rows), ())
 
 
 def scores(query: Array, key: Array, key_of: tuple[int, ...] | None, dtype: jnp.dtype) -> Array:
     """`formula.scores`; the reverse pass makes what keys are owed with the keys inmost, as they lie."""
 
-    def plain(query, key):
-        return formula.scores(query, key, key_of, dtype), ()
+    def plain(operands, others):
+        return formula.scores(*operands, key_of, dtype), ()
 
-    def pull(operands, kept, owed):
+    def pull(operands, others, kept, owed):
         query, key = operands
         to_query = formula.gather(owed, key, key_of, dtype)
         if key_of is None:
@@ -51,10 +51,10 @@ def scores(query: Array, key: Array, key_of: tuple[int, ...] | None, dtype: jnp.
             rows = "... hK q d, ... hK q k -> ... hK d k"
             to_key = contract(grouped(query), grouped(owed), rows, dtype=dtype)
         else:
-            (to_key,) = jax.vjp(lambda key: plain(query, key)[0], key)[1](owed)
+            (to_key,) = jax.vjp(lambda key: plain((query, key), ())[0], key)[1](owed)
         return to_query.astype(query.dtype), to_key.astype(key.dtype)
 
-    return with_pull(plain, pull)(query, key)
+    return with_pull(plain, pull)((query, key), ())
 
 
 @jax.custom_jvp
@@ -78,8 +78,10 @@ def _softmax_jvp(primals, tangents):
     return weights, linear_map(move, move, weights, tangents[0])
 
 
-def _mix(x: Array, static: Mix, rows: Both) -> tuple[Array, list[Array | None]]:
+def _mix(operands: tuple[Array, Mix, Both], others: PyTree) -> tuple[Array, list[Array | None]]:
     """The mix, and the low-rank coordinates of both sides, which the reverse pass uses again."""
+    del others
+    x, static, rows = operands
     groups = _groups(rows)
     # A reshape inside a loop keeps XLA from running along the keys, so all terms are made in groups.
     grouped = functools.partial(split_groups, groups=groups)
@@ -105,11 +107,12 @@ def _groups(rows: Both) -> int:
     return next((f.down.shape[-5] for f in rows if f is not None and f.down is not None), 1)
 
 
-def _mix_pull(operands, lows, owed: Array) -> tuple[Array, Mix, Both]:
+def _mix_pull(operands, others, lows, owed: Array) -> tuple[Array, Mix, Both]:
+    del others
     x, static, rows = operands
     turned = tuple(None if factors is None else _turn(factors) for factors in rows)
     matrix = None if static.matrix is None else einops.rearrange(static.matrix, "... i o -> ... o i")
-    to_x, owed_lows = _mix(owed, Mix(matrix, None, static.skip), cast(Both, turned))
+    to_x, owed_lows = _mix((owed, Mix(matrix, None, static.skip), cast(Both, turned)), ())
     to_rows = tuple(
         None if factors is None else _owed_factors(x, factors, low, owed, owed_low, axis)
         for factors, low, owed_low, axis in zip(rows, lows, owed_lows, (-1, -2), strict=True)
