@@ -140,7 +140,7 @@ def _check_sides(query: QuerySide, key: KeySide, coupling: Coupling) -> tuple[in
             )
     q_len, _, width = query.query.shape[-3:]
     if query.head is not None:
-        _check_head(query)
+        _check_head(query.head, query)
     heads = first_heads = logit_heads(query)
     k_len, key_heads = key.key.shape[-3:-1]
     check_axes("key", key.key, "... k hK d", fix=fix, d=width)
@@ -180,7 +180,7 @@ def _check_sides(query: QuerySide, key: KeySide, coupling: Coupling) -> tuple[in
     return batch
 
 
-def _check_head(query: QuerySide) -> None:
+def _check_head(head: Array, query: QuerySide) -> None:
     """Active heads come with a gate for every head: it says how many there are."""
     if query.gate is None:
         raise ValueError(
@@ -189,9 +189,9 @@ def _check_head(query: QuerySide) -> None:
         )
     q_len, active = query.query.shape[-3:-1]
     fix = "one head for each query that is held"
-    check_axes("QuerySide.head", query.head, "... q a", fix=fix, q=q_len, a=active)
-    if not jnp.issubdtype(query.head.dtype, jnp.integer):
-        raise TypeError(f"QuerySide.head: dtype is {query.head.dtype}, expected integers. Fix: indices.")
+    check_axes("QuerySide.head", head, "... q a", fix=fix, q=q_len, a=active)
+    if not jnp.issubdtype(head.dtype, jnp.integer):
+        raise TypeError(f"QuerySide.head: dtype is {head.dtype}, expected integers. Fix: indices.")
 
 
 def _of_held(call: Call, x: Array) -> Array:

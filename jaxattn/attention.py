@@ -134,7 +134,7 @@ class Attention(NamedTuple):
         x_q = _check_state("x_q", x_q, "q", self.spec.in_q, "HeadSpec(in_q=...)")
         _check_rows("q", x_q, valid=valid, positions=positions)
         x_q = _zero_invalid(x_q, valid)
-        head = self._route(params, x_q) if routed else None
+        head, notes = self._route(params, x_q) if routed else (None, {})
         if head is None:
             heads = project.project(params["query"], x_q)
         else:
@@ -142,7 +142,7 @@ class Attention(NamedTuple):
         heads = project.normalize(heads, z.qk_norm, _scale(params, "query_ln"))
         heads = project.rotate(heads, z.rotary_q, positions, self.spec.d_qk)
         nothing = (None,) * len(z.pre), (None,) * len(z.post)
-        side = QuerySide(heads, *nothing, valid=valid, position=positions, head=head)
+        side = QuerySide(heads, *nothing, valid=valid, position=positions, head=head, notes=notes)
         for link, own, site in self._own(params):
             side = link.query_side(own, x_q, side, site)
         return side
@@ -298,7 +298,7 @@ class Attention(NamedTuple):
         """Why heads that are not active cannot be left out, or None where they can."""
         if self.sizes.pre or self.sizes.post:
             return "heads are mixed, so every head counts"
-        if len([link for link in self.links if link.route is not None]) != 1:
+        if sum(link.route is not None for link in self.links) != 1:
             return "not exactly one transform routes by the states alone"
         plain = HeadTransform()
         for link in self.links:
@@ -308,16 +308,17 @@ class Attention(NamedTuple):
                 return f"{link.name} works on the queries or heads of all heads"
         return None
 
-    def _route(self, params: PyTree, x_q: Array) -> Array:
+    def _route(self, params: PyTree, x_q: Array) -> tuple[Array, dict[str, PyTree]]:
+        """The active heads, and what the router notes for its own hooks."""
         why = self.why_not_routed()
         if why is not None:
             raise ValueError(
-                f"engine 'routed' cannot run this attention: {why}. Fix: a router such as that of MoH, without "
-                "mixes, or another engine."
+                f"engine 'routed' cannot run this attention: {why}. Fix: a router such as that of MoH, "
+                "without mixes, or another engine."
             )
-        router = next((link, own, site) for link, own, site in self._own(params) if link.route is not None)
-        link, own, site = router
-        return link.route(own, x_q, site)
+        found = [(link.name, link.route(own, x_q, at)) for link, own, at in self._own(params) if link.route]
+        ((name, (head, note)),) = found
+        return head, {} if note is None else {name: note}
 
     def _attend(
         self, params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask

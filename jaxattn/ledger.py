@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 
 from jaxattn.attention import Attention
 from jaxattn.count import macs
+from jaxattn.engines.call import logit_heads
+from jaxattn.route import block_shape
 from jaxattn.sides import Coupling, Factors, KeySide, Mix, QuerySide
 
 PyTree = Any
@@ -28,7 +30,7 @@ class Ledger(NamedTuple):
         score_elements: elements of the first logits tensor, B * hl * q * k.
         cache_elements: elements of the stored key side for each source row.
         parameter_bytes: of the leaves in their type.
-        heads: output heads that are executed, and how many are active (gate not zero) for a token.
+        heads: output heads that are executed for a token, and how many are active (gate not zero).
     """
 
     sizes: dict[str, int]
@@ -75,6 +77,7 @@ def ledger(
     k_len: int,
     *,
     dtype: DTypeLike = jnp.float32,
+    routed: bool = False,
 ) -> Ledger:
     """Count one forward pass of an attention sublayer.
 
@@ -86,9 +89,11 @@ def ledger(
         attn: what `attention` made.
         batch, q_len, k_len: rows; self-attention where both lengths are those of one state.
         dtype: of the parameters, for bytes.
+        routed: count the engine "routed": queries, scores, values and output of active heads alone, in
+            blocks whose empty slots are counted too (`jaxattn.route`); keys and values stay dense.
 
     Raises:
-        ValueError: for a negative number of rows.
+        ValueError: for a negative number of rows; for `routed`, where nothing routes.
 
     Example:
         >>> from jaxattn.attention import attention
@@ -109,24 +114,33 @@ def ledger(
     x_q = ShapeDtypeStruct((batch, q_len, spec.in_q), dtype)
     x_k = ShapeDtypeStruct((batch, k_len, spec.in_k), dtype)
     x_v = ShapeDtypeStruct((batch, k_len, spec.in_v), dtype)
-    query = jax.eval_shape(attn.query_side, params, x_q)
+    query = jax.eval_shape(lambda p, x: attn.query_side(p, x, routed=routed), params, x_q)
     stored = jax.eval_shape(attn.key_side, params, (x_k, x_v))
     key = jax.eval_shape(attn.expand, stored)
     coupling = jax.eval_shape(attn.coupling, params)
     one_row = tuple(ShapeDtypeStruct((1, x.shape[-1]), dtype) for x in (x_k, x_v))
     out_kernel = params["out"]["kernel"]
-    pairs = batch * q_len * k_len
-    stages = _stages(query, key, coupling, pairs)
+    stages = _stages(query, key, coupling, batch * q_len * k_len)
+    if routed:
+        active, heads = query.query.shape[-2], logit_heads(query)
+        rows = _slots(batch * q_len, active, heads)
+        pairs = k_len * batch * _slots(q_len, active, heads)
+        work = _Work(rows, pairs, pairs, rows)
+        stages = stages._replace(heads=active, activations={"logits": pairs, "weights": pairs})
+    else:
+        rows, heads = batch * q_len, query.query.shape[-2]
+        pairs = rows * k_len
+        work = _Work(rows * attn.sizes.query_heads, pairs * heads, pairs * stages.heads, rows * stages.heads)
 
     terms = {
-        "query projection": batch * q_len * math.prod(params["query"]["kernel"].shape),
+        "query projection": work.query * spec.in_q * attn.sizes.qk_width,
         "key projection": batch * k_len * math.prod(params["key"]["kernel"].shape),
         "value projection": batch * k_len * math.prod(params["value"]["kernel"].shape),
         **_side_macs(attn, params, x_q, x_k, x_v),
-        "scores": pairs * query.query.shape[-2] * query.query.shape[-1],
+        "scores": work.scores * query.query.shape[-1],
         **stages.macs,
-        "values": pairs * stages.heads * key.value.shape[-1],
-        "output projection": batch * q_len * math.prod(out_kernel.shape),
+        "values": work.weights * key.value.shape[-1],
+        "output projection": work.out * math.prod(out_kernel.shape[1:]),
     }
     products = dict(stages.products)
     if query.gate is not None:
@@ -139,16 +153,30 @@ def ledger(
         "output": batch * q_len * out_kernel.shape[-1],
     }
     return Ledger(
-        sizes=dict(batch=batch, q_len=q_len, k_len=k_len, logit_heads=query.query.shape[-2]),
+        sizes=dict(batch=batch, q_len=q_len, k_len=k_len, logit_heads=heads),
         parameters={name: _size(leaves) for name, leaves in params.items()},
         macs={name: count for name, count in terms.items() if count},
         products=products,
         activations=activations,
-        score_elements=pairs * query.query.shape[-2],
+        score_elements=work.scores,
         cache_elements=_size(jax.eval_shape(attn.key_side, params, one_row)),
         parameter_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params)),
         heads=dict(executed=stages.heads, active=attn.sizes.active_heads or stages.heads),
     )
+
+
+class _Work(NamedTuple):
+    """How often each step is done: rows times heads that are projected, scored against each key, weigh
+    each value, and are written."""
+
+    query: int
+    scores: int
+    weights: int
+    out: int
+
+
+def _slots(rows: int, active: int, heads: int) -> int:
+    return math.prod(block_shape(rows, active, heads)) if rows * active else 0
 
 
 class _Stages(NamedTuple):
@@ -160,7 +188,7 @@ class _Stages(NamedTuple):
 
 def _stages(query: QuerySide, key: KeySide, coupling: Coupling, pairs: int) -> _Stages:
     """What happens to each pair between scores and values."""
-    heads = query.query.shape[-2]
+    heads = logit_heads(query)
     counted: dict[str, int] = {"static mixes": 0, "dynamic mixes": 0}
     diagonal = 0
     activations = {"logits": heads * pairs}

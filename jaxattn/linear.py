@@ -84,10 +84,17 @@ def with_pull(
         operands, others, _ = residuals
         return jax.jvp(lambda x: function(x, others)[0], (operands,), (tangents,))[1]
 
+    def back(residuals, cotangent):
+        operands, others, kept = residuals
+        return pull(operands, others, kept, cotangent)
+
     @ruled.defjvp
     def ruled_jvp(primals, tangents):
-        out, kept = function(*primals)
-        back = lambda residuals, cotangent: pull(*residuals, cotangent)
+        kept = jax.eval_shape(function, *primals)[1]
+        if jax.tree.leaves(kept):
+            out, kept = function(*primals)
+        else:  # bare, linearisation would split it and hoist masks out of its loops, for all turns at once
+            out = ruled(*primals)
         return out, linear_map(push, back, (*primals, kept), tangents[0])
 
     return ruled

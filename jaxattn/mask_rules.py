@@ -350,7 +350,7 @@ def _rows(array: Array, start: Start, size: int, axis: int) -> Array:
 
 def _positions(position: Array | None, first: Start, start: Start, size: int) -> Array:
     if position is None:
-        return first if jnp.ndim(first) else first + jnp.arange(size, dtype=jnp.int32)
+        return jnp.asarray(first) if jnp.ndim(first) else first + jnp.arange(size, dtype=jnp.int32)
     position = jnp.asarray(position)
     # at least int32 and signed: a difference of unsigned or narrow positions would wrap
     return _rows(position.astype(jnp.result_type(position.dtype, jnp.int32)), start, size, -1)

@@ -60,7 +60,7 @@ def project_active(params: dict[str, Array], x: Array, head: Array) -> Array:
     rows = einops.rearrange(jnp.broadcast_to(x, (*head.shape[:-1], x.shape[-1])), "... t m -> (... t) m")
     where = route(head.reshape(-1, head.shape[-1]), kernel.shape[0])
     out = spread(rows.astype(dtype), kernel.astype(dtype), where).astype(dtype)
-    out = out.reshape(*head.shape, -1)
+    out = out.reshape(*head.shape, kernel.shape[-1])
     return out + params["bias"].astype(dtype)[head] if "bias" in params else out
 
 
@@ -80,7 +80,7 @@ def unproject_active(params: dict[str, Array], heads: Array, head: Array) -> Arr
     pairs = heads.reshape(-1, *heads.shape[-2:]).astype(dtype)
     where = route(jnp.broadcast_to(head, heads.shape[:-1]).reshape(-1, head.shape[-1]), kernel.shape[0])
     out = collect(pairs, kernel.astype(dtype), where).astype(dtype)
-    out = out.reshape(*heads.shape[:-2], -1)
+    out = out.reshape(*heads.shape[:-2], kernel.shape[-1])
     return out + params["bias"].astype(dtype) if "bias" in params else out
 
 

@@ -15,7 +15,7 @@ from jax import Array
 from jaxattn.axes import contract
 from jaxattn.linear import with_pull
 
-SIZES = (8, 128)  # slots of a block: fewer than the first waste loops, more than the second empty slots
+SIZES = (8, 256)  # slots of a block: fewer than the first waste loops, more than the second empty slots
 
 
 class Route(NamedTuple):
@@ -49,11 +49,11 @@ def block_shape(rows: int, active: int, heads: int) -> tuple[int, int]:
 
     Example:
         >>> block_shape(rows=2048, active=8, heads=16)
-        (143, 128)
+        (79, 256)
     """
     pairs = rows * active
     slots = SIZES[0]
-    while slots < SIZES[1] and 16 * slots * heads <= pairs:
+    while slots < SIZES[1] and 8 * slots * heads <= pairs:
         slots *= 2
     return min(pairs, (pairs + heads * (slots - 1)) // slots), slots
 
@@ -66,7 +66,8 @@ def route(head: Array, heads: int) -> Route:
         >>> found.head[:3].tolist(), found.pair[:3, :4].tolist()
         ([0, 1, 2], [[0, 4, 6, 6], [2, 6, 6, 6], [1, 3, 5, 6]])
     """
-    n, slots = block_shape(*head.shape, heads)
+    rows, active = head.shape
+    n, slots = block_shape(rows, active, heads)
     chosen = jax.nn.one_hot(head, heads, dtype=jnp.int32).sum(-2)
     before = jnp.take_along_axis(jnp.cumsum(chosen, 0) - chosen, head, axis=-1)
     blocks = -(-chosen.sum(0) // slots)
@@ -75,7 +76,7 @@ def route(head: Array, heads: int) -> Route:
     pair = jnp.full(n * slots, head.size, jnp.int32)
     pair = pair.at[slot.reshape(-1)].set(jnp.arange(head.size, dtype=jnp.int32), unique_indices=True)
     of_block = (first <= jnp.arange(n)[:, None]).sum(-1) - 1
-    return Route(of_block, einops.rearrange(pair, "(n s) -> n s", n=n), slot)
+    return Route(of_block, einops.rearrange(pair, "(n s) -> n s", s=slots), slot)
 
 
 def _to_slots(x: Array, where: Route) -> tuple[Array, tuple[()]]:
@@ -112,14 +113,17 @@ def _collect(operands: tuple[Array, Array], where: Route) -> tuple[Array, tuple[
 
 
 def _owed_kernel(x: Array, pairs: Array, where: Route, heads: int) -> Array:
-    """sum over the pairs of each head of x[row] times pair: [q, i] and [q, a, o] to [h, i, o]."""
+    """sum over the pairs of each head of pair times x[row]: [q, i] and [q, a, o] to [h, o, i].
+
+    The product with the wide rows inmost runs at nearly twice the speed of the other.
+    """
 
     def block(total, xs):
         slots, row, head = xs
-        part = contract(_rows(x, row), slots, "s i, s o -> i o", dtype=_sums(x))
+        part = contract(slots, _rows(x, row), "s o, s i -> o i", dtype=_sums(x))
         return total.at[head].add(part, mode="promise_in_bounds"), None
 
-    zeros = jnp.zeros((heads, x.shape[-1], pairs.shape[-1]), _sums(x))
+    zeros = jnp.zeros((heads, pairs.shape[-1], x.shape[-1]), _sums(x))
     slots, _ = _to_slots(pairs, where)
     return jax.lax.scan(block, zeros, (slots, where.row, where.head))[0]
 
@@ -128,14 +132,14 @@ def _spread_pull(operands, where: Route, kept, owed: Array):
     x, kernel = operands
     to_x = collect(owed.astype(x.dtype), _turned(kernel), where)
     to_kernel = _owed_kernel(x, owed.astype(x.dtype), where, kernel.shape[0])
-    return to_x.astype(x.dtype), to_kernel.astype(kernel.dtype)
+    return to_x.astype(x.dtype), _turned(to_kernel).astype(kernel.dtype)
 
 
 def _collect_pull(operands, where: Route, kept, owed: Array):
     pairs, kernel = operands
     to_pairs = spread(owed.astype(pairs.dtype), _turned(kernel), where)
     to_kernel = _owed_kernel(owed.astype(pairs.dtype), pairs, where, kernel.shape[0])
-    return to_pairs.astype(pairs.dtype), _turned(to_kernel).astype(kernel.dtype)
+    return to_pairs.astype(pairs.dtype), to_kernel.astype(kernel.dtype)
 
 
 def _turned(kernel: Array) -> Array:
@@ -169,9 +173,13 @@ def to_pairs(x: Array, where: Route) -> Array:
 
 def spread(x: Array, kernel: Array, where: Route) -> Array:
     """out[q,a] = x[q] @ kernel[head(q,a)]: [q, i] and [h, i, o] to [q, a, o], block by block."""
+    if where.slot.size == 0:
+        return jnp.zeros((*where.slot.shape, kernel.shape[-1]), x.dtype)
     return _ruled_spread((x, kernel), where)
 
 
 def collect(pairs: Array, kernel: Array, where: Route) -> Array:
     """out[q] = sum_a pairs[q,a] @ kernel[head(q,a)]: [q, a, i] and [h, i, o] to [q, o], block by block."""
+    if where.slot.size == 0:
+        return jnp.zeros((where.slot.shape[0], kernel.shape[-1]), pairs.dtype)
     return _ruled_collect((pairs, kernel), where)

@@ -113,8 +113,9 @@ class HeadTransform(NamedTuple):
         adapt: `(sizes) -> sizes`; runs first, claims mix stages, refuses what cannot be.
         init: `(rng, at, dtype) -> params`, the transform's own leaves.
         query_side: `(params, x_q, side, at) -> side`; never sees the source.
-        route: `(params, x_q, at) -> [..., q, a]`, the heads whose gate may differ from 0, distinct and
-            chosen by the states alone, so that other heads need not even be projected; None: all heads.
+        route: `(params, x_q, at) -> (head [..., q, a], note)`: the heads whose gate may differ from 0,
+            distinct and chosen by the states alone, so that others need not even be projected; `query_side`
+            finds the note in `side.notes`, under the transform's name. None: all heads count.
         key_side: `(params, x_k, side, at) -> side`; never sees the target.
         expand: `(side, at) -> side`; what a key side gains when it is read, without parameters, so
             that a cache need not hold it.
@@ -135,7 +136,7 @@ class HeadTransform(NamedTuple):
     adapt: Callable[[Sizes], Sizes] = lambda sizes: sizes
     init: Callable[[Array, Site, DTypeLike], PyTree] = _init
     query_side: Callable[[PyTree, Array, QuerySide, Site], QuerySide] = _query_side
-    route: Callable[[PyTree, Array, Site], Array] | None = None
+    route: Callable[[PyTree, Array, Site], tuple[Array, PyTree]] | None = None
     key_side: Callable[[PyTree, Array, KeySide, Site], KeySide] = _key_side
     expand: Callable[[KeySide, Site], KeySide] = _expand
     coupling: Callable[[PyTree, Coupling, Site], Coupling] = _coupling

@@ -23,6 +23,7 @@ STEP = 1e-30  # of the complex step: so small that its square is nothing
 
 ENGINES = ("reference", "dense", "blocked")
 KERNELS = ("fused",)  # engines that only some machines can run: test_engines.py
+ROUTED = ("routed",)  # engines that leave heads out, of variants that route: test_routed.py
 
 # Whether a variant takes fewer key heads than heads; it refuses them otherwise.
 TAKES_GQA = {

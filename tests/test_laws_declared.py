@@ -14,6 +14,7 @@ import pytest
 import table
 
 import jaxattn as ja
+import variants
 
 each_row = pytest.mark.parametrize("case", table.CASES, ids=lambda case: case.name)
 
@@ -221,15 +222,18 @@ def test_law_11_no_value_has_two_head_axes_beside_both_rows(case):
 
 def test_law_13_every_engine_refuses_what_it_does_not_declare():
     attn = ja.attention(ja.HeadSpec(model=6, heads=2))
-    params, x = attn.init(jax.random.key(0)), jnp.ones((5, 6))
+    routed = ja.attention(ja.HeadSpec(model=6, heads=2), variants.moh(shared=1, top_k=1))
+    x = jnp.ones((5, 6))
     names = ja.ENGINES["reference"].captures
     assert set(names) == {"logits", "mixed_logits", "weights", "mixed_weights", "heads"}
     for engine in ja.ENGINES.values():
         assert engine.about
         if engine.name in table.KERNELS:
             continue
+        made = attn if engine.name not in table.ROUTED else routed
+        params = made.init(jax.random.key(0))
         for name in names:
-            ask = functools.partial(attn.apply, params, x, engine=engine.name, capture=(name,))
+            ask = functools.partial(made.apply, params, x, engine=engine.name, capture=(name,))
             if name in engine.captures:
                 assert ask()[1].captured.keys() == {name}
             else:

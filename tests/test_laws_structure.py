@@ -53,7 +53,7 @@ def leaves_of(tree):
 def test_the_table_lists_every_variant_and_engine():
     """Law 13: a registered variant or engine without a row is an error."""
     assert set(OPTIONS) == set(variants.VARIANTS) == set(table.TAKES_GQA)
-    assert {*table.ENGINES, *table.KERNELS} == set(ja.ENGINES)
+    assert {*table.ENGINES, *table.KERNELS, *table.ROUTED} == set(ja.ENGINES)
 
 
 @each_engine

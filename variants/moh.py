@@ -4,7 +4,7 @@ Changes: the heads are gated; the first `shared` always count, of the others the
 Jin et al., 2024 (ICML 2025), https://arxiv.org/abs/2410.11842
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,17 +145,23 @@ def moh(
         spread = jnp.sqrt(spread / max(norm.shape[-1] - 1, 1) + 1e-6)
         return jax.nn.softmax(_finite(norm / spread), axis=-1)
 
-    def route(params, x, at: ja.Site) -> Array:
+    def route(params, x, at: ja.Site) -> tuple[Array, Any]:
         always = jnp.broadcast_to(jnp.arange(shared), (*x.shape[:-1], shared))
-        return jnp.concatenate([always, shared + _best(by_state(params, x), top_k)], axis=-1) if top_k else always
+        if not top_k:
+            return always, None
+        p = by_state(params, x)
+        return jnp.concatenate([always, shared + _best(p, top_k)], axis=-1), (p, _top(p, top_k))
 
     def query_side(params, x, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
         of_shared, of_routed = stage_gates(params, x)
         notes = side.notes
         parts = [of_shared * shared_gates(params, x)] if shared else []
         if top_k:
-            p = probabilities(params, x, side)
-            chosen = _top(p, top_k)
+            if "moh" in notes:
+                p, chosen = notes["moh"]
+            else:
+                p = probabilities(params, x, side)
+                chosen = _top(p, top_k)
             parts.append(of_routed * routed_gates(p, chosen.astype(p.dtype)))
             notes = notes | {"moh": (p, chosen)}
         elif at.sizes.output_heads > shared:

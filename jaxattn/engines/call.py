@@ -70,7 +70,7 @@ class Call(NamedTuple):
 
     @property
     def biases(self) -> bool:
-        """Whether the form adds anything to logits or weights, by head, key or position; not the call's bias."""
+        """Whether the form itself adds to logits or weights: by head, key or position."""
         c = self.coupling
         added = (self.key.bias, c.pair_bias, *(m.bias for m in (*c.pre, *c.post)))
         return any(bias is not None for bias in added)

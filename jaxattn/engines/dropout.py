@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.random import threefry2x32_p
 
-from jaxattn.engines.layout import Origin
+from jaxattn.engines.layout import ORIGIN, Origin
 
 
 def keep(
@@ -19,7 +19,7 @@ def keep(
     rate: float,
     shared: tuple[str, ...],
     shape: tuple[int, ...],
-    start: Origin = Origin(),
+    start: Origin = ORIGIN,
 ) -> Array:
     """Which weights of a block survive.
 

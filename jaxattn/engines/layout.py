@@ -62,6 +62,9 @@ class Origin(NamedTuple):
     key: int | Array = 0
 
 
+ORIGIN = Origin()
+
+
 class Block(NamedTuple):
     """Some query rows and some keys of a call, of all heads or of one.
 
@@ -79,7 +82,7 @@ class Block(NamedTuple):
     bias: Array | None
     visible: Array
     dropout_key: Array | None
-    start: Origin = Origin()
+    start: Origin = ORIGIN
 
     @property
     def dtype(self) -> jnp.dtype:

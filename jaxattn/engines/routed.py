@@ -1,8 +1,8 @@
 """routed: only the (row, head) pairs that a router keeps active are computed.
 
-The pairs of each example lie in blocks of one head (`jaxattn.route`), rows ascending, so a block reads the keys
-of its head that its rows can reach: a few static sizes, chosen by a branch at run time. Keys and values are
-dense: any row may choose any head. The backward pass makes each block again, as that of `blocked` does.
+The pairs of each example lie in blocks of one head (`jaxattn.route`), rows ascending, so a block reads the
+keys of its head that its rows can reach: a few static sizes, chosen by a branch at run time. Keys and values
+are dense: any row may choose any head. The backward pass makes each block again, as that of `blocked` does.
 """
 
 import dataclasses
@@ -133,7 +133,7 @@ def _backward(pairs: Pairs, where: Route, call: Call, reach: Reach, cotangent: A
         here = of_examples(call, number, 1)
         zeros = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
-        def placed(part: Array, source: Array, start: Array) -> Array:
+        def placed(part: Array, source: Array, start: int | Array) -> Array:
             whole = zeros(source[0])
             return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), (0, start))
 

@@ -32,6 +32,8 @@ def select(engine: str, call: Call) -> Engine:
     chosen = ENGINES[engine]
     why = chosen.why_not(call)
     if why is not None:
-        able = ", ".join(e.name for e in ENGINES.values() if e.why_not(call) is None)
-        raise ValueError(f"engine {engine!r} cannot run this call: {why}. Fix: one of {able}.")
+        whole = call._replace(query=call.query._replace(head=None))
+        able, wholly = ([e.name for e in ENGINES.values() if e.why_not(c) is None] for c in (call, whole))
+        fix = f"one of {', '.join(able)}" if able else f"with every head held, one of {', '.join(wholly)}"
+        raise ValueError(f"engine {engine!r} cannot run this call: {why}. Fix: {fix}.")
     return chosen

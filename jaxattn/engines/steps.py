@@ -40,8 +40,9 @@ def mix(x: Array, static: Mix, rows: Both) -> Array:
 def scores(query: Array, key: Array, key_of: tuple[int, ...] | None, dtype: jnp.dtype) -> Array:
     """`formula.scores`; the reverse pass makes what keys are owed with the keys inmost, as they lie."""
 
-    def plain(operands, others):
-        return formula.scores(*operands, key_of, dtype), ()
+    def plain(operands: tuple[Array, Array], others):
+        query, key = operands
+        return formula.scores(query, key, key_of, dtype), ()
 
     def pull(operands, others, kept, owed):
         query, key = operands
