@@ -82,33 +82,36 @@ def compiled(function: Callable, *arguments: Any) -> Entry:
     return Entry(lambda: jax.block_until_ready(program(*arguments)), memory, seconds)
 
 
-def form(name: str, batch: int, length: int, heads: int, width: int) -> tuple[Any, ...]:
-    """Both sides and the coupling of a variant, at its defaults, from random states."""
-    model = heads * width
-    attn = ja.attention(ja.HeadSpec(model=model, heads=heads), variants.VARIANTS[name]())
+def form(attn: ja.Attention, batch: int, length: int, routed: bool = False) -> tuple[Any, ...]:
+    """Both sides and the coupling of an attention, from random states."""
 
     @jax.jit
     def sides(rng):
         params = attn.init(rng)
-        x = jax.random.normal(jax.random.fold_in(rng, 1), (batch, length, model))
-        query = attn.query_side(params, x)._replace(notes={})
+        x = jax.random.normal(jax.random.fold_in(rng, 1), (batch, length, attn.spec.model))
+        query = attn.query_side(params, x, routed=routed)._replace(notes={})
         return query, attn.expand(attn.key_side(params, x)), attn.coupling(params)
 
     return sides(jax.random.key(0))
 
 
-def attend(name: str, engine: str, mode: str, *sizes: int) -> Entry:
-    """A variant on an engine, causal."""
+def at_defaults(name: str, heads: int, width: int) -> ja.Attention:
+    return ja.attention(ja.HeadSpec(model=heads * width, heads=heads), variants.VARIANTS[name]())
+
+
+def attend(attn: ja.Attention, engine: str, mode: str, batch: int, length: int) -> Entry:
+    """An attention's form on an engine, causal."""
     run = lambda *sides: ja.attend(*sides, mask=ja.causal(), engine=engine)[0]
-    return compiled(run if mode == FORWARD else gradient(run), *form(name, *sizes))
+    sides = form(attn, batch, length, routed=engine == "routed")
+    return compiled(run if mode == FORWARD else gradient(run), *sides)
 
 
 def gradient(run: Callable) -> Callable:
-    """The gradient of the sum of squares to every argument."""
+    """The gradient of the sum of squares to every argument; integers among them have none."""
 
     def of_all(*arguments):
         loss = lambda arguments: jnp.square(run(*arguments)).sum()
-        return jax.grad(loss)(arguments)
+        return jax.grad(loss, allow_int=True)(arguments)
 
     return of_all
 
@@ -139,12 +142,25 @@ def sublayers(mode: str, batch: int, length: int, heads: int, width: int) -> dic
     }
 
 
+def half_the_heads(mode: str, length: int, heads: int, width: int) -> dict[str, Entry]:
+    """MoH with half its heads active, on both engines: the form on given queries, and the whole sublayer."""
+    shared = max(1, heads // 8)
+    transform = variants.moh(shared=shared, top_k=heads // 2 - shared)
+    attn = ja.attention(ja.HeadSpec(model=heads * width, heads=heads), transform)
+    params = attn.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (1, length, heads * width))
+    made = {f"moh {engine}": attend(attn, engine, mode, 1, length) for engine in ("blocked", "routed")}
+    for engine in ("blocked", "routed"):
+        run = lambda params, x, engine=engine: attn.apply(params, x, mask=ja.causal(), engine=engine)[0]
+        made[f"moh {engine} sublayer"] = compiled(run if mode == FORWARD else gradient(run), params, x)
+    return made
+
+
 def decode(name: str, options: Options) -> Entry:
     """One query row against a key side that stands, whole sublayer without the projection of the new key."""
-    model = options.heads * options.width
-    attn = ja.attention(ja.HeadSpec(model=model, heads=options.heads), variants.VARIANTS[name]())
+    attn = at_defaults(name, options.heads, options.width)
     params = attn.init(jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (1, options.cached, model))
+    x = jax.random.normal(jax.random.key(1), (1, options.cached, attn.spec.model))
     side = jax.jit(attn.key_side)(params, x)
     last = jnp.array([options.cached - 1])
     return compiled(lambda p, x, s: attn.attend(p, x, s, positions=last)[0], params, x[:, -1:], side)
@@ -156,7 +172,7 @@ def groups(options: Options) -> dict[str, Callable[[], dict[str, Entry]]]:
 
     def engines(mode: str) -> dict[str, Entry]:
         made = {
-            f"{name} {engine}": attend(name, engine, mode, *sizes)
+            f"{name} {engine}": attend(at_defaults(name, *sizes[2:]), engine, mode, *sizes[:2])
             for name in variants.VARIANTS
             for engine in ("blocked", "dense")
         }
@@ -170,6 +186,8 @@ def groups(options: Options) -> dict[str, Callable[[], dict[str, Entry]]]:
         f"the form, {BOTH}": lambda: engines(BOTH),
         f"the form, {FORWARD}": lambda: engines(FORWARD),
         f"sublayer, {BOTH}": lambda: sublayers(BOTH, *sizes),
+        f"half the heads, {BOTH}": lambda: half_the_heads(BOTH, 2 * options.length, *sizes[2:]),
+        f"half the heads, {FORWARD}": lambda: half_the_heads(FORWARD, 2 * options.length, *sizes[2:]),
         "one decode step": lambda: {name: decode(name, options) for name in variants.VARIANTS},
     }
 
@@ -213,6 +231,10 @@ def targets(results: list[Result]) -> dict[str, float]:
         "torch dense dcmha / blocked dcmha": ("torch dcmha", "dcmha blocked", core),
         "blocked talking_heads / blocked mha": ("talking_heads blocked", "mha blocked", core),
         "blocked dcmha / blocked mha": ("dcmha blocked", "mha blocked", core),
+        "routed moh / dense moh in blocked": ("moh routed", "moh blocked", f"half the heads, {BOTH}"),
+        "the same, whole sublayer": (
+            "moh routed sublayer", "moh blocked sublayer", f"half the heads, {BOTH}"
+        ),  # fmt: skip
         "one decode step, dcmha / mha": ("dcmha", "mha", "one decode step"),
     }
     return {
@@ -228,7 +250,11 @@ def growth(options: Options) -> list[dict[str, Any]]:
     for length in options.lengths:
         sizes = 1, length, heads, options.width
         engines = ("blocked", "dense") if length <= 2048 else ("blocked",)  # dense would take gigabytes
-        entries = {f"{n} {engine}": attend(n, engine, BOTH, *sizes) for n in MIXED for engine in engines}
+        entries = {
+            f"{name} {engine}": attend(at_defaults(name, *sizes[2:]), engine, BOTH, *sizes[:2])
+            for name in MIXED
+            for engine in engines
+        }
         if "dense" in engines:
             entries["jax.nn.dot_product_attention"] = jax_sdpa(BOTH, *sizes)
         for row in measure(f"rows {length}", entries, 3):
