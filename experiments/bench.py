@@ -221,7 +221,7 @@ def measure(group: str, entries: dict[str, Entry], turns: int) -> list[Result]:
 def targets(results: list[Result]) -> dict[str, float]:
     """The ratios that the engines are built for; a contestant that is missing leaves its rows out."""
     times = {(r.group, r.name): r.ratio for r in results}
-    core = f"the form, {BOTH}"
+    core, half = f"the form, {BOTH}", f"half the heads, {BOTH}"
     rows = {f"dense / blocked: {name}": (f"{name} dense", f"{name} blocked", core) for name in MIXED}
     rows |= {
         "jax.nn.dot_product_attention / blocked mha": ("jax.nn.dot_product_attention", "mha blocked", core),
@@ -231,10 +231,8 @@ def targets(results: list[Result]) -> dict[str, float]:
         "torch dense dcmha / blocked dcmha": ("torch dcmha", "dcmha blocked", core),
         "blocked talking_heads / blocked mha": ("talking_heads blocked", "mha blocked", core),
         "blocked dcmha / blocked mha": ("dcmha blocked", "mha blocked", core),
-        "routed moh / dense moh in blocked": ("moh routed", "moh blocked", f"half the heads, {BOTH}"),
-        "the same, whole sublayer": (
-            "moh routed sublayer", "moh blocked sublayer", f"half the heads, {BOTH}"
-        ),  # fmt: skip
+        "routed moh / dense moh in blocked": ("moh routed", "moh blocked", half),
+        "the same, whole sublayer": ("moh routed sublayer", "moh blocked sublayer", half),
         "one decode step, dcmha / mha": ("dcmha", "mha", "one decode step"),
     }
     return {

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxattn.attention import Attention
 from jaxattn.count import macs
+from jaxattn.engines import routed as routed_engine
 from jaxattn.engines.call import logit_heads
 from jaxattn.route import block_shape
 from jaxattn.sides import Coupling, Factors, KeySide, Mix, QuerySide
@@ -124,7 +125,7 @@ def ledger(
     if routed:
         active, heads = query.query.shape[-2], logit_heads(query)
         rows = _slots(batch * q_len, active, heads)
-        pairs = k_len * batch * _slots(q_len, active, heads)
+        pairs = k_len * batch * _slots(q_len, active, heads, routed_engine.SLOTS)
         work = _Work(rows, pairs, pairs, rows)
         stages = stages._replace(heads=active, activations={"logits": pairs, "weights": pairs})
     else:
@@ -175,8 +176,9 @@ class _Work(NamedTuple):
     out: int
 
 
-def _slots(rows: int, active: int, heads: int) -> int:
-    return math.prod(block_shape(rows, active, heads)) if rows * active else 0
+def _slots(rows: int, active: int, heads: int, most: int | None = None) -> int:
+    """Slots of all blocks, empty ones included."""
+    return math.prod(block_shape(rows, active, heads, most)) if rows * active else 0
 
 
 class _Stages(NamedTuple):

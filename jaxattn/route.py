@@ -15,7 +15,7 @@ from jax import Array
 from jaxattn.axes import contract
 from jaxattn.linear import with_pull
 
-SIZES = (8, 256)  # slots of a block: fewer than the first waste loops, more than the second empty slots
+LEAST, MOST = 8, 256  # slots of a block: fewer waste loops, more waste slots
 
 
 class Route(NamedTuple):
@@ -42,8 +42,8 @@ class Route(NamedTuple):
         return jnp.minimum(self.pair, self.slot.size - 1) // self.slot.shape[-1]
 
 
-def block_shape(rows: int, active: int, heads: int) -> tuple[int, int]:
-    """How many blocks of how many slots hold all pairs, whatever the router says.
+def block_shape(rows: int, active: int, heads: int, most: int | None = None) -> tuple[int, int]:
+    """How many blocks of how many slots (at most `most`) hold all pairs, whatever the router says.
 
     n <= ceil(pairs / s) + heads: in the worst case every head has a last block with one pair.
 
@@ -52,14 +52,16 @@ def block_shape(rows: int, active: int, heads: int) -> tuple[int, int]:
         (79, 256)
     """
     pairs = rows * active
-    slots = SIZES[0]
-    while slots < SIZES[1] and 8 * slots * heads <= pairs:
+    slots = LEAST
+    while slots < (most or MOST) and 8 * slots * heads <= pairs:
         slots *= 2
     return min(pairs, (pairs + heads * (slots - 1)) // slots), slots
 
 
-def route(head: Array, heads: int) -> Route:
-    """The route of [q, a] active heads out of `heads`; the heads of a row are distinct.
+def route(head: Array, heads: int, most: int | None = None) -> Route:
+    """The route of [q, a] active heads out of `heads`, in blocks of at most `most` slots.
+
+    The heads of a row are distinct.
 
     Example:
         >>> found = route(jnp.array([[0, 2], [1, 2], [0, 2]]), heads=3)
@@ -67,7 +69,7 @@ def route(head: Array, heads: int) -> Route:
         ([0, 1, 2], [[0, 4, 6, 6], [2, 6, 6, 6], [1, 3, 5, 6]])
     """
     rows, active = head.shape
-    n, slots = block_shape(rows, active, heads)
+    n, slots = block_shape(rows, active, heads, most)
     chosen = jax.nn.one_hot(head, heads, dtype=jnp.int32).sum(-2)
     before = jnp.take_along_axis(jnp.cumsum(chosen, 0) - chosen, head, axis=-1)
     blocks = -(-chosen.sum(0) // slots)
@@ -121,7 +123,8 @@ def _owed_kernel(x: Array, pairs: Array, where: Route, heads: int) -> Array:
     def block(total, xs):
         slots, row, head = xs
         part = contract(slots, _rows(x, row), "s o, s i -> o i", dtype=_sums(x))
-        return total.at[head].add(part, mode="promise_in_bounds"), None
+        sum_ = jax.lax.dynamic_index_in_dim(total, head, keepdims=False) + part
+        return jax.lax.dynamic_update_index_in_dim(total, sum_, head, 0), None
 
     zeros = jnp.zeros((heads, pairs.shape[-1], x.shape[-1]), _sums(x))
     slots, _ = _to_slots(pairs, where)

@@ -20,7 +20,9 @@ def test_a_group_is_measured_in_turns_against_its_first():
 
 
 def test_what_is_compiled_tells_its_memory_and_computes_the_gradient():
-    entry = bench.attend("talking_heads", "blocked", bench.BOTH, *SMALL)
+    batch, length, heads, width = SMALL
+    attn = bench.at_defaults("talking_heads", heads, width)
+    entry = bench.attend(attn, "blocked", bench.BOTH, batch, length)
     assert entry.memory is not None and entry.memory > 0
     ((query, key, coupling),) = [entry.work()]
     assert all(np.abs(x).max() > 0 for x in (query.query, key.value, coupling.pre[0].matrix))
@@ -31,6 +33,14 @@ def test_what_is_compiled_tells_its_memory_and_computes_the_gradient():
 def test_both_sublayers_compute_the_same_shape():
     entries = bench.sublayers(bench.FORWARD, *SMALL)
     assert {entry.work().shape for entry in entries.values()} == {(1, 24, 16)}
+
+
+def test_half_the_heads_are_active_and_both_engines_give_the_same():
+    entries = bench.half_the_heads(bench.FORWARD, 24, 8, 4)
+    assert list(entries) == ["moh blocked", "moh routed", "moh blocked sublayer", "moh routed sublayer"]
+    whole, held = entries["moh blocked"].work(), entries["moh routed"].work()
+    assert whole.shape == (1, 24, 8, 4) and held.shape == (1, 24, 4, 4)
+    np.testing.assert_allclose(np.sum(whole), np.sum(held), rtol=1e-4)
 
 
 def test_ratios_and_report_come_from_the_results():

@@ -94,7 +94,7 @@ def test_explain_knows_what_was_asked_for():
 @pytest.mark.parametrize("name", ["mha", "talking_heads", "dcmha"])  # no mix, a static one, one of rows
 def test_memory_grows_with_the_rows_and_not_with_their_square(name, monkeypatch):
     """Compiled temporary memory of forward and backward at four times the rows; dense would take 16 times."""
-    monkeypatch.setattr(blocked, "BLOCK_BYTES", 2**18)
+    monkeypatch.setattr(blocked, "BLOCK_BYTES", (2**16, 2**18))
     monkeypatch.setattr(blocked, "GROUPS", (2, 2))  # less to compile
     attn = ja.attention(ja.HeadSpec(model=64, heads=8), variants.VARIANTS[name]())
     params = jax.eval_shape(attn.init, jax.random.key(0))

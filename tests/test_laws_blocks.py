@@ -32,7 +32,8 @@ each_variant = pytest.mark.parametrize("name", variants.VARIANTS)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for name, size in (("BLOCK_BYTES", 1), ("ROWS", (8, 8)), ("GROUPS", (2, 2)), ("GRAIN", 8), ("TILE", 11)):
+    sizes = dict(BLOCK_BYTES=(1, 1), JOINED_BYTES=1, ROWS=(8, 8), GROUPS=(2, 2), GRAIN=8, TILE=11)
+    for name, size in sizes.items():
         monkeypatch.setattr(f"jaxattn.engines.blocked.{name}", size)
 
 
@@ -167,6 +168,31 @@ def test_dropout_does_not_depend_on_the_blocks(name):
             return jnp.sin(y).sum(), y
 
         return table.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+
+    (got, y), (want, want_y) = step("blocked"), step("dense")
+    table.assert_close(y, want_y, 1e-12, "output")
+    assert_trees_close(got, want, "gradient")
+
+
+@pytest.mark.parametrize("joined", [1, 2**20])
+def test_heads_take_turns_with_what_is_theirs(joined, monkeypatch):
+    """Key heads one by one and all together, with a bias and a mask by head, positions, dropout: as dense."""
+    monkeypatch.setattr("jaxattn.engines.blocked.JOINED_BYTES", joined)
+    attn = ja.attention(ja.HeadSpec(model=MODEL, heads=6, kv_heads=3, d_qk=6, d_v=3, dropout=0.3))
+    rng = np.random.default_rng(9)
+    params = table.drawn(attn, rng)
+    x_q, x_kv = (jnp.asarray(rng.normal(size=(BATCH, n, MODEL))) for n in (ROWS, KEYS))
+    seen = ja.explicit(rng.random((BATCH, 6, ROWS, KEYS)) < 0.6, axes="b h q k")
+    at = (jnp.asarray(rng.integers(0, 40, (BATCH, ROWS))), jnp.asarray(rng.integers(0, 40, (BATCH, KEYS))))
+    bias = rng.normal(size=(BATCH, 6, 1, KEYS))
+
+    def step(engine):
+        def loss(params, x_q, x_kv, bias):
+            named = dict(bias=bias, positions=at, dropout_key=jax.random.key(3), engine=engine)
+            y, _ = attn.apply(params, x_q, x_kv, seen & ja.causal(), **named)
+            return jnp.sin(y).sum(), y
+
+        return table.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(params, x_q, x_kv, bias)
 
     (got, y), (want, want_y) = step("blocked"), step("dense")
     table.assert_close(y, want_y, 1e-12, "output")

@@ -173,7 +173,8 @@ CUTS = [(case, masked) for case in FIRST for masked in ("window", "data")]
 )
 def test_blocks_and_tiles_do_not_change_the_function(case, masked, monkeypatch):
     """Many row blocks, key spans and tiles at once: what small cases never cut."""
-    monkeypatch.setattr("jaxattn.engines.blocked.BLOCK_BYTES", 1)
+    monkeypatch.setattr("jaxattn.engines.blocked.BLOCK_BYTES", (1, 1))
+    monkeypatch.setattr("jaxattn.engines.blocked.JOINED_BYTES", 1)
     monkeypatch.setattr("jaxattn.engines.blocked.ROWS", (8, 8))
     monkeypatch.setattr("jaxattn.engines.blocked.GROUPS", (2, 2))
     monkeypatch.setattr("jaxattn.engines.blocked.GRAIN", 32)

@@ -40,7 +40,9 @@ ROUTED = [case for case in ROUTED if case.bias_heads is None]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks a head, several reaches: as in long rows."""
-    monkeypatch.setattr("jaxattn.route.SIZES", (4, 4))
+    monkeypatch.setattr("jaxattn.route.LEAST", 4)
+    monkeypatch.setattr("jaxattn.route.MOST", 8)
+    monkeypatch.setattr("jaxattn.engines.routed.SLOTS", 4)
     monkeypatch.setattr("jaxattn.engines.routed.CHUNKS", (4, 64))
     monkeypatch.setattr("jaxattn.engines.routed.REACHES", 3)
     monkeypatch.setattr("jaxattn.engines.blocked.GRAIN", 4)
@@ -154,20 +156,18 @@ def test_against_a_stored_source_in_half_precision_and_in_unusual_shapes():
     attn, params, x = made()
     source = x[:, :KEYS]
     side = attn.key_side(params, source)
-    want, _ = attn.attend(params, x, side, engine="dense")
-    table.assert_close(attn.attend(params, x, side, engine="routed")[0], want, 1e-12, "attend")
+    stored = table.jit(lambda p, x: attn.attend(p, x, side, engine="routed")[0])
+    table.assert_close(stored(params, x), attn.attend(params, x, side, engine="dense")[0], 1e-12, "attend")
     half = [table.cast(tree, jnp.bfloat16) for tree in (params, x, source)]
-    got, _ = attn.apply(*half, engine="routed")
+    got, _ = table.jit(lambda *z: attn.apply(*z, engine="routed"))(*half)
     assert got.dtype == jnp.bfloat16
     table.assert_close(
         got.astype(float), attn.apply(*half, engine="dense")[0].astype(float), 3e-2, "bfloat16"
     )
     for shape in [(1,), (0, 5), (2, 1, 3)]:
-        rows = jnp.ones((*shape, MODEL))
-        got, _ = attn.apply(params, rows, mask=ja.causal(), engine="routed")
-        np.testing.assert_allclose(
-            got, attn.apply(params, rows, mask=ja.causal(), engine="dense")[0], atol=1e-12
-        )
+        run = lambda x, engine: attn.apply(params, x, mask=ja.causal(), engine=engine)[0]
+        both = table.jit(lambda x: (run(x, "routed"), run(x, "dense")))  # noqa: B023
+        np.testing.assert_allclose(*both(jnp.ones((*shape, MODEL))), atol=1e-12)
 
 
 def test_blocks_hold_every_pair_and_are_no_more_than_stated():

@@ -1,10 +1,10 @@
 """blocked: exact attention in memory that grows linearly with the sequence, forward and backward.
 
 A block is some query rows against all keys that they can reach, all heads at once, so heads may be mixed
-before and after the softmax. Rows are grouped by reach: each group has one static number of keys, so
-that keys which causality or a window hides are never touched. Examples go one after another where a block
-of several would be large. The backward pass makes each block again and adds what it owes to the keys in
-place; nothing of the size of the scores is kept.
+before and after the softmax; where they are not, heads take turns, so that a block stays in the cache. Rows
+are grouped by reach: each group has one static number of keys, so that keys which causality or a window hides
+are never touched. Examples go one after another where a block of several would be large. The backward pass
+makes each block again and adds what it owes to the keys in place; nothing of the size of the scores is kept.
 """
 
 import functools
@@ -41,10 +41,12 @@ PyTree = Any
 GROUPS = (8, 4)  # programs of a call without and with row factors; causal work is (1 + 1/GROUPS) / 2
 GRAIN = 128  # keys are skipped in multiples of this
 TILE = 512  # keys of which a data-dependent mask may skip all at once
-BLOCK_BYTES = 2**23  # scores of one block
+BLOCK_BYTES = (2**22, 2**23)  # scores of one block at most: one head's, and all heads' where they go together
+JOINED_BYTES = 2**20  # up to this size, heads that can take turns are joined
 ROWS = (64, 256)  # of a block: below, products lose speed; above, nothing is gained
 CAPTURES = ("heads",)
 Q_AXIS, K_AXIS = -2, -1
+BIAS_AXES = (-4, -3, Q_AXIS, K_AXIS)  # in the order of an Origin
 
 
 class Group(NamedTuple):
@@ -87,10 +89,17 @@ class Parts(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which rows go together and which keys they see, and how many examples at once: all static."""
+    """Which rows go together and which keys they see, and what takes turns: all static.
+
+    Attributes:
+        groups: all rows.
+        examples: of one turn.
+        parts: turns that the heads of an example take; 1 where they see each other.
+    """
 
     groups: list[Group]
     examples: int
+    parts: int
 
 
 def run(call: Call) -> tuple[Array, dict[str, Array]]:
@@ -122,14 +131,17 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
 
 def plan_of(call: Call) -> Plan:
     """The plan, from the shapes and from what the mask tells without its data."""
-    q_len, examples = call.frame.q_len, math.prod(call.frame.batch)
-    row_bytes = max(1, call.score_bytes // max(1, examples * q_len))
+    q_len, examples = call.frame.q_len, max(1, math.prod(call.frame.batch))
+    turns = _head_turns(call)
+    together = turns == 1 and call.logit_heads > 1
+    block_bytes = BLOCK_BYTES[together]
+    row_bytes = max(1, call.score_bytes // max(1, examples * q_len * turns))
     rows = ROWS[0]
-    while rows < ROWS[1] and 2 * rows * row_bytes <= BLOCK_BYTES:
+    while rows < ROWS[1] and 2 * rows * row_bytes <= block_bytes:
         rows *= 2
     size = min(rows, max(1, q_len))
-    at_once = max(1, BLOCK_BYTES // (size * row_bytes))
-    at_once = max(n for n in range(1, max(1, examples) + 1) if n <= at_once and max(1, examples) % n == 0)
+    at_once = (block_bytes if together else JOINED_BYTES) // (size * row_bytes)
+    parts = turns // _divisor(turns, at_once)
     whole, rest = divmod(q_len, size)
     sides = call.query, call.key
     dynamic = any(factors is not None for side in sides for factors in (*side.pre, *side.post))
@@ -138,7 +150,19 @@ def plan_of(call: Call) -> Plan:
     groups = [_reach(call, a * size, size, b - a) for a, b in itertools.pairwise(edges)]
     if rest:
         groups.append(_reach(call, whole * size, rest, 1))
-    return Plan(groups, at_once)
+    return Plan(groups, _divisor(examples, at_once // turns), parts)
+
+
+def _head_turns(call: Call) -> int:
+    """Turns that the heads of an example could take: one for each key head, or 1 where they go together."""
+    c, (key, value) = call.coupling, call.key[:2]
+    apart = c.key_of is None and c.value_of is None and key.shape[-2] == value.shape[-2]
+    return key.shape[-2] if apart and c.pair_bias is None and not call.mixes else 1
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor that is at most `most`; 1 at least."""
+    return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(1, most))
 
 
 def _reach(call: Call, start: int, size: int, blocks: int) -> Group:
@@ -164,23 +188,23 @@ def _forward(parts: Parts, call: Call, plan: Plan) -> Array:
 
     def some(xs):
         rows, keys, start = xs
-        part, here = parts._replace(rows=rows, keys=keys), of_examples(call, start, plan.examples)
+        part, here = parts._replace(rows=rows, keys=keys), of_examples(call, start.example, plan.examples)
         done = [_group_forward(part, here, start, group) for group in plan.groups]
         return jnp.concatenate(done, axis=Q_AXIS)
 
-    return _merge(jax.lax.map(some, _loops(parts, plan)))
+    return _merge(jax.lax.map(some, _turns(parts, call, plan)), plan)
 
 
-def _group_forward(part: Parts, call: Call, b_start: Array, group: Group) -> Array:
+def _group_forward(part: Parts, call: Call, start: Origin, group: Group) -> Array:
+    assert part.rows is not None and part.keys is not None
     if group.k_size == 0:
-        assert part.keys is not None
-        value = part.keys.value
-        rows = group.size * group.blocks
-        return jnp.zeros((value.shape[0], call.output_heads, rows, value.shape[-2]), value.dtype)
+        value, rows = part.keys.value, group.size * group.blocks
+        heads = call.output_heads * part.rows.query.shape[-3] // call.logit_heads
+        return jnp.zeros((value.shape[0], heads, rows, value.shape[-2]), value.dtype)
 
     def block(xs):
         rows, q_start, k_start = xs
-        block = _cut(part, call, group, rows, Origin(b_start, 0, q_start, k_start))
+        block = _cut(part, call, group, rows, start._replace(row=q_start, key=k_start))
         return block_heads(block, data_decides(call))
 
     rows = jax.tree.map(group.split, part.rows)
@@ -195,7 +219,7 @@ def _backward(floats: Parts, parts: Parts, call: Call, plan: Plan, cotangent: Ar
 
     def some(shared, xs):
         (rows, keys, start), cotangent = xs
-        part, here = parts._replace(rows=rows, keys=keys), of_examples(call, start, plan.examples)
+        part, here = parts._replace(rows=rows, keys=keys), of_examples(call, start.example, plan.examples)
         float_keys, _ = split_floats(keys)
         owed = Parts(None, zeros(float_keys), shared.coupling, shared.bias)
         done = []
@@ -208,13 +232,13 @@ def _backward(floats: Parts, parts: Parts, call: Call, plan: Plan, cotangent: Ar
         return owed._replace(keys=None), (of_rows, of_keys)
 
     shared = Parts(None, None, zeros(floats.coupling), zeros(floats.bias))
-    split = einops.rearrange(cotangent, "(n b) ... -> n b ...", b=plan.examples)
-    shared, sides = jax.lax.scan(some, shared, (_loops(parts, plan), split))
+    turns = _turns(parts, call, plan), _split(cotangent, plan)
+    shared, sides = jax.lax.scan(some, shared, turns)
     shared = jax.tree.map(lambda x, total: total.astype(x.dtype), (floats.coupling, floats.bias), shared[2:])
-    return Parts(*jax.tree.map(_merge, sides), *shared)
+    return Parts(*jax.tree.map(lambda x: _merge(x, plan), sides), *shared)
 
 
-def _group_backward(part: Parts, call: Call, b_start: Array, group: Group, owed: Parts, cotangent: Array):
+def _group_backward(part: Parts, call: Call, start: Origin, group: Group, owed: Parts, cotangent: Array):
     rows = jax.tree.map(group.split, part.rows)
     if group.k_size == 0:
         nothing = jax.tree.map(jnp.zeros_like, split_floats(rows)[0])
@@ -222,32 +246,43 @@ def _group_backward(part: Parts, call: Call, b_start: Array, group: Group, owed:
 
     def step(owed, xs):
         rows, cotangent, q_start, k_start = xs
-        block = _cut(part, call, group, rows, Origin(b_start, 0, q_start, k_start))
+        block = _cut(part, call, group, rows, start._replace(row=q_start, key=k_start))
         moving, still = split_floats(Parts(block.rows, block.keys, block.coupling, block.bias))
         again = lambda x: block_heads(block._replace(**join_floats(x, still)._asdict()), data_decides(call))
         (moved,) = jax.vjp(again, moving)[1](cotangent)
-        keys = jax.tree.map(lambda a, b: _add_at(a, b, {K_AXIS: k_start}), owed.keys, moved.keys)
+        keys = jax.tree.map(lambda a, b: add_at(a, b, {K_AXIS: k_start}), owed.keys, moved.keys)
         coupling = jax.tree.map(jnp.add, owed.coupling, moved.coupling)
         bias = owed.bias
         if bias is not None:
-            starts = {-4: b_start, Q_AXIS: q_start, K_AXIS: k_start}
-            bias = _add_at(bias, moved.bias, {n: s for n, s in starts.items() if bias.shape[n] > 1})
+            starts = zip(BIAS_AXES, block.start, strict=True)
+            bias = add_at(bias, moved.bias, {n: s for n, s in starts if bias.shape[n] > 1})
         return Parts(None, keys, coupling, bias), moved.rows
 
     owed, moved = jax.lax.scan(step, owed, (rows, group.split(cotangent), group.starts, group.k_starts))
     return owed, jax.tree.map(group.join, moved)
 
 
-def _loops(parts: Parts, plan: Plan) -> tuple[Rows | None, Keys | None, Array]:
-    """Both sides with the loop over examples leading, and the first example of each turn."""
-    split = lambda x: einops.rearrange(x, "(n b) ... -> n b ...", b=plan.examples)
-    rows, keys = jax.tree.map(split, (parts.rows, parts.keys))
-    turns = jax.tree.leaves(rows)[0].shape[0]
-    return rows, keys, plan.examples * jnp.arange(turns)
+def _turns(parts: Parts, call: Call, plan: Plan) -> tuple[Rows | None, Keys | None, Origin]:
+    """Both sides with the loop over examples and parts of the heads leading, and where each turn starts."""
+    rows, keys = jax.tree.map(lambda x: _split(x, plan), (parts.rows, parts.keys))
+    turn = jnp.arange(jax.tree.leaves(rows)[0].shape[0])
+    example, part = turn // plan.parts, turn % plan.parts
+    none = jnp.zeros_like(turn)
+    heads = call.logit_heads // plan.parts
+    return rows, keys, Origin(plan.examples * example, heads * part, none, none)
 
 
-def _merge(x: Array) -> Array:
-    return einops.rearrange(x, "n b ... -> (n b) ...")
+def _split(x: Array, plan: Plan) -> Array:
+    """[b, h, ...] to turns [n, b, h, ...]; positions [b, t, 1] are those of every head."""
+    sizes = dict(b=plan.examples, m=plan.parts)
+    if x.ndim == 3:
+        return einops.repeat(x, "(n b) t one -> (n m) b t one", **sizes)
+    return einops.rearrange(x, "(n b) (m h) ... -> (n m) b h ...", **sizes)
+
+
+def _merge(x: Array, plan: Plan) -> Array:
+    """The inverse of `_split`."""
+    return einops.rearrange(x, "(n m) b h ... -> (n b) (m h) ...", m=plan.parts)
 
 
 def of_examples(call: Call, start: Array, count: int) -> Call:
@@ -263,14 +298,18 @@ def of_examples(call: Call, start: Array, count: int) -> Call:
 def _cut(parts: Parts, call: Call, group: Group, rows: Rows, start: Origin) -> Block:
     """One block: its query rows, the keys that they reach, its part of the bias."""
     assert parts.keys is not None
-    examples = parts.keys.key.shape[0]
+    examples, heads = rows.query.shape[0], rows.query.shape[-3]
+    visible = call.mask.block(call.frame, start.row, group.size, start.key, group.k_size)
+    bias_heads = call.softmax_heads * heads // call.logit_heads
+    if visible.shape[-3] > 1 and heads < call.logit_heads:
+        visible = jax.lax.dynamic_slice_in_dim(visible, start.head, heads, axis=-3)
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start.key, group.k_size, axis=K_AXIS)
     return Block(
         rows=rows,
         keys=jax.tree.map(cut, parts.keys),
         coupling=parts.coupling,
-        bias=_cut_bias(parts.bias, start, (examples, group.size, group.k_size)),
-        visible=call.mask.block(call.frame, start.row, group.size, start.key, group.k_size),
+        bias=_cut_bias(parts.bias, start, (examples, bias_heads, group.size, group.k_size)),
+        visible=visible,
         dropout_key=call.dropout_key,
         start=start,
     )
@@ -281,13 +320,12 @@ def data_decides(call: Call) -> bool:
     return bool(jax.tree.leaves((call.mask, call.frame.q_position, call.frame.k_position)))
 
 
-def _cut_bias(bias: Array | None, start: Origin, sizes: tuple[int, int, int]) -> Array | None:
-    """The block of a bias whose axes b, q and k may be 1."""
+def _cut_bias(bias: Array | None, start: Origin, sizes: tuple[int, int, int, int]) -> Array | None:
+    """The block of a bias whose axes may be 1."""
     if bias is None:
         return None
-    starts = start.example, start.row, start.key
-    for axis, first, size in zip((-4, Q_AXIS, K_AXIS), starts, sizes, strict=True):
-        if bias.shape[axis] != 1:
+    for axis, first, size in zip(BIAS_AXES, start, sizes, strict=True):
+        if 1 < bias.shape[axis] and size < bias.shape[axis]:
             bias = jax.lax.dynamic_slice_in_dim(bias, first, size, axis=axis)
     return bias
 
@@ -342,7 +380,7 @@ def _where_seen(seen: Array | None, compute: Callable[[], Array]) -> Array:
     return jax.lax.cond(seen, compute, lambda: jnp.zeros(shape.shape, shape.dtype))
 
 
-def _add_at(total: Array, part: Array, starts: dict[int, int | Array]) -> Array:
+def add_at(total: Array, part: Array, starts: dict[int, int | Array]) -> Array:
     """`total` with `part` added where it starts along the given axes (counted from the end)."""
     if total.shape == part.shape:
         return total + part.astype(total.dtype)

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxattn.engines.blocked import block_heads, data_decides, key_span, of_examples
+from jaxattn.engines.blocked import add_at, block_heads, data_decides, key_span, of_examples
 from jaxattn.engines.call import Call, Engine
 from jaxattn.engines.layout import Block, Keys, Origin, Rows, flat_batch, map_examples
 from jaxattn.linear import with_pull
 from jaxattn.route import Route, route, to_pairs, to_slots
 
+SLOTS = 128  # of a block at most: its rows lie apart, so more of them see more keys than they need
 REACHES = 8  # numbers of keys among which a block may choose
 CHUNKS = (64, 64)  # rows whose reach is one entry of a table; entries of it at most
 CAPTURES = ("heads",)
@@ -68,7 +69,7 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
     whole = lambda x, core: jnp.broadcast_to(x, (*batch, *x.shape[x.ndim - core :])).reshape(
         examples, *x.shape[x.ndim - core :]
     )
-    where = jax.vmap(lambda head: route(head, call.logit_heads))(whole(head, 2))
+    where = jax.vmap(lambda head: route(head, call.logit_heads, SLOTS))(whole(head, 2))
     pairs = Pairs(
         jax.vmap(to_slots)(whole(query, 3), where),
         einops.rearrange(whole(key, 3), "b k hK d -> b hK d k"),
@@ -133,27 +134,27 @@ def _backward(pairs: Pairs, where: Route, call: Call, reach: Reach, cotangent: A
         here = of_examples(call, number, 1)
         zeros = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
-        def placed(part: Array, source: Array, start: int | Array) -> Array:
-            whole = zeros(source[0])
-            return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), (0, start))
-
         def block(owed, xs):
             query, slots, cotangent = xs
+            sources = _sources(slots, here)
+            of_head = [
+                jax.lax.dynamic_index_in_dim(*z, keepdims=False) for z in zip(owed, sources, strict=True)
+            ]
 
-            def pulled(size: int) -> tuple[Array, Array, Array]:
+            def pulled(size: int) -> tuple[Array, list[Array]]:
                 if size == 0:
-                    return jnp.zeros_like(query), zeros(pairs.key[0]), zeros(pairs.value[0])
+                    return jnp.zeros_like(query), of_head
                 own, start = _cut(pairs._replace(query=query), slots, here, reach, size)
                 again = lambda own: _heads(own, slots, here, start._replace(example=number))
                 (moved,) = jax.vjp(again, own)[1](cotangent)
-                to_key = placed(moved.key, pairs.key, start.key)
-                return moved.query, to_key, placed(moved.value, pairs.value, start.key)
+                add = lambda total, part: add_at(total, part, {-1: start.key})
+                return moved.query, [add(*z) for z in zip(of_head, (moved.key, moved.value), strict=True)]
 
-            to_query, to_key, to_value = _by_reach(slots, here, reach, pulled)
-            key, value = _sources(slots, here)
-            return (owed[0].at[key].add(to_key), owed[1].at[value].add(to_value)), to_query
+            to_query, more = _by_reach(slots, here, reach, pulled)
+            put = lambda total, part, head: jax.lax.dynamic_update_index_in_dim(total, part, head, 0)
+            return [put(*z) for z in zip(owed, more, sources, strict=True)], to_query
 
-        owed = zeros(pairs.key), zeros(pairs.value)
+        owed = [zeros(pairs.key), zeros(pairs.value)]
         owed, to_query = jax.lax.scan(block, owed, (pairs.query, _slots(where), cotangent))
         cast = lambda x, total: total.astype(x.dtype)
         return Pairs(to_query, *map(cast, (pairs.key, pairs.value), owed))
