@@ -14,6 +14,7 @@ from jax.test_util import check_grads
 import jaxattn as ja
 import variants
 
+pytestmark = pytest.mark.heavy
 each_engine = pytest.mark.parametrize("engine", cases.ENGINES)
 each_variant = pytest.mark.parametrize("name", sorted(cases.ARGUMENTS))
 SMALL = ja.HeadSpec(model=6, heads=2, d_qk=5, d_v=5, bias_v=True, bias_out=True)

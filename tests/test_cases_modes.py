@@ -15,6 +15,7 @@ from jax.test_util import check_grads
 import jaxattn as ja
 import variants
 
+pytestmark = pytest.mark.heavy
 each_engine = pytest.mark.parametrize("engine", cases.ENGINES)
 each_variant = pytest.mark.parametrize("name", sorted(cases.ARGUMENTS))
 

@@ -1,18 +1,24 @@
 """What engines declare: who can run a call, who refuses and why, what was seen to run."""
 
+import functools
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import table
+from jax import export
 
 import jaxattn as ja
 import variants
 from jaxattn.attend import checked_call
-from jaxattn.engines import blocked, fused
+from jaxattn.engines import blocked, dense, fused
 
 B, Q, K, HEADS, WIDTH = 2, 13, 17, 4, 8
 PLAIN = ja.Coupling(scale=0.3)
+XLA = functools.partial(jax.nn.dot_product_attention, implementation="xla")
 MASKS = {
     "none": None,
     "causal": ja.causal(),
@@ -36,13 +42,96 @@ def test_fused_hands_over_the_same_function(mask, kv_heads):
 
     def handed(query, key):
         call = checked_call(query, key, PLAIN, MASKS[mask])
-        return jnp.sin(fused.heads_by(call, "xla")).sum()
+        return jnp.sin(fused.heads_by(call, XLA)).sum()
 
     def reference(query, key):
         return jnp.sin(ja.attend(query, key, PLAIN, MASKS[mask], engine="reference")[0]).sum()
 
     got, want = (jax.value_and_grad(f, (0, 1))(query, key) for f in (handed, reference))
     jax.tree.map(lambda a, b: table.assert_close(a, b, 1e-5, mask), got, want)
+
+
+@pytest.fixture
+def single_precision():
+    """Kernels for TPUs know no 64-bit numbers."""
+    jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", True)
+
+
+def splash_call(mask, heads=4, kv_heads=4, dtype=jnp.float32, q=128, k=256, **coupling):
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    query, key = (
+        ja.QuerySide(draw(2, q, heads, 8)),
+        ja.KeySide(draw(2, k, kv_heads, 8), draw(2, k, kv_heads, 16)),
+    )
+    return checked_call(query, key, ja.Coupling(scale=0.3, **coupling), mask)
+
+
+@pytest.mark.usefixtures("single_precision")
+@pytest.mark.parametrize(
+    "mask, kv_heads, softcap",
+    [(ja.causal(), 4, None), (ja.causal(align="end") & ja.window(90, align="end"), 2, None), (None, 4, 1.5)],
+)
+def test_splash_attention_gets_the_same_function(mask, kv_heads, softcap):
+    """Its own program, interpreted: layout, scale, mask, shared keys, soft cap; values and gradients."""
+    call = splash_call(mask, kv_heads=kv_heads, softcap=softcap)
+    assert fused.unfit_splash(call) is None
+
+    def loss(run, query, key, value):
+        given = call._replace(query=ja.QuerySide(query), key=ja.KeySide(key, value))
+        return jnp.sin(run(given)).sum()
+
+    arguments = call.query.query, call.key.key, call.key.value
+    handed = functools.partial(fused.heads_by_splash, interpret=True)
+    whole = lambda call: dense.run(call)[0]
+    got, want = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, run), (0, 1, 2)))(*arguments)
+        for run in (handed, whole)
+    )
+    jax.tree.map(lambda a, b: table.assert_close(a, b, 1e-5, str(mask)), got, want)
+
+
+@pytest.mark.usefixtures("single_precision")
+def test_splash_attention_lowers_for_a_tpu():
+    call = splash_call(ja.causal(), dtype=jnp.bfloat16)
+    run = lambda query: fused.heads_by_splash(call._replace(query=ja.QuerySide(query)))
+    text = export.export(jax.jit(run), platforms=["tpu"])(call.query.query).mlir_module()
+    assert "tpu_custom_call" in text
+
+
+def test_tokamax_is_taken_where_it_is_installed_and_nothing_of_jax_fits(monkeypatch):
+    """Its call is that of jax.nn and a soft cap; a stand-in says what it was given."""
+    call = checked_call(*sides(d_v=16), ja.Coupling(scale=0.3, softcap=2.0), ja.causal())
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert fused.refuses(call) == "cuDNN has no soft cap; tokamax is not installed"
+    given = {}
+
+    def attention(query, key, value, logits_soft_cap, **named):
+        given.update(named, softcap=logits_soft_cap)
+        return jnp.zeros((*query.shape[:-1], value.shape[-1]))
+
+    monkeypatch.setattr(fused, "find_spec", lambda name: name == "tokamax")
+    monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=attention))
+    assert fused.refuses(call) is None
+    heads, _ = fused.run(call)
+    assert heads.shape == (B, Q, HEADS, 16)
+    assert given["softcap"] == 2.0 and given["scale"] == 0.3 and given["mask"].shape == (1, 1, Q, K)
+
+
+NOT_SPLASH = {
+    "known without data": splash_call(ja.lengths([3, 5])),
+    "whole 128s": splash_call(None, q=100),
+    "without a visible key": splash_call(ja.causal(align="end"), q=256, k=128),
+    "float32 or bfloat16": splash_call(None, dtype=jnp.float16),
+    "mixed": splash_call(None, pre=(ja.Mix(jnp.eye(4)),)),
+}
+
+
+@pytest.mark.parametrize("reason", NOT_SPLASH)
+def test_splash_attention_is_not_handed_what_it_cannot(reason):
+    assert reason in (fused.unfit_splash(NOT_SPLASH[reason]) or "")
 
 
 REFUSED = {
@@ -58,11 +147,11 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_fused_refuses_what_no_kernel_can(reason):
     (query, key), coupling = REFUSED[reason]
-    assert reason in (fused.unfit(checked_call(query, key, coupling, None)) or "")
+    assert reason in (fused.unfit_cudnn(checked_call(query, key, coupling, None)) or "")
 
 
 def test_fused_takes_what_the_kernel_can():
-    assert fused.unfit(checked_call(*sides(jnp.bfloat16), PLAIN, ja.causal())) is None
+    assert fused.unfit_cudnn(checked_call(*sides(jnp.bfloat16), PLAIN, ja.causal())) is None
 
 
 def test_fused_without_a_gpu_names_the_engines_that_can():

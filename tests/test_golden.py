@@ -24,6 +24,8 @@ from jax import Array
 
 from jaxattn import ENGINES
 
+pytestmark = pytest.mark.heavy
+
 HERE = Path(__file__).parent / "golden"  # where the tests of this test plant their faults
 
 FIXTURES = """

@@ -163,12 +163,12 @@ def test_rotary_positions_are_relative(case):
     table.assert_close(at(9), at(0), 1e-10, "positions moved together")
 
 
-CUTS = [(case, masked) for case in FIRST for masked in ("window", "data")]
+CUTS = [(case, "data") for case in FIRST]
 
 
 @pytest.mark.parametrize(
     "case, masked",
-    [(table.CASES[0], "causal"), *CUTS],
+    [(table.CASES[0], "causal"), (table.TABLE["talking_heads"][0], "window"), *CUTS],
     ids=lambda x: x if isinstance(x, str) else x.variant,
 )
 def test_blocks_and_tiles_do_not_change_the_function(case, masked, monkeypatch):
@@ -178,14 +178,14 @@ def test_blocks_and_tiles_do_not_change_the_function(case, masked, monkeypatch):
     monkeypatch.setattr("jaxattn.engines.blocked.ROWS", (8, 8))
     monkeypatch.setattr("jaxattn.engines.blocked.GROUPS", (2, 2))
     monkeypatch.setattr("jaxattn.engines.blocked.GRAIN", 32)
-    monkeypatch.setattr("jaxattn.engines.blocked.TILE", 40)
+    monkeypatch.setattr("jaxattn.engines.blocked.TILE", 80)
     rng = np.random.default_rng(2)
     length = 157
     attn = table.attention(case)
     params = table.drawn(attn, rng)
     x = rng.normal(size=(length, case.spec["model"]))
     seen = rng.random((length, length)) < 0.5
-    seen[:, 70:140] = False  # a whole tile that only the data know to be empty
+    seen[:, 70:] = False  # a whole tile that only the data know to be empty
     mask = {
         "causal": ja.causal(),
         "window": ja.window(20),

@@ -27,6 +27,7 @@ from jaxattn.engines.layout import (
     Origin,
     Rows,
     flat_batch,
+    has_data,
     join_floats,
     lay_out,
     map_examples,
@@ -205,7 +206,7 @@ def _group_forward(part: Parts, call: Call, start: Origin, group: Group) -> Arra
     def block(xs):
         rows, q_start, k_start = xs
         block = _cut(part, call, group, rows, start._replace(row=q_start, key=k_start))
-        return block_heads(block, data_decides(call))
+        return block_heads(block, has_data(call))
 
     rows = jax.tree.map(group.split, part.rows)
     return group.join(jax.lax.map(block, (rows, group.starts, group.k_starts)))
@@ -248,7 +249,7 @@ def _group_backward(part: Parts, call: Call, start: Origin, group: Group, owed: 
         rows, cotangent, q_start, k_start = xs
         block = _cut(part, call, group, rows, start._replace(row=q_start, key=k_start))
         moving, still = split_floats(Parts(block.rows, block.keys, block.coupling, block.bias))
-        again = lambda x: block_heads(block._replace(**join_floats(x, still)._asdict()), data_decides(call))
+        again = lambda x: block_heads(block._replace(**join_floats(x, still)._asdict()), has_data(call))
         (moved,) = jax.vjp(again, moving)[1](cotangent)
         keys = jax.tree.map(lambda a, b: add_at(a, b, {K_AXIS: k_start}), owed.keys, moved.keys)
         coupling = jax.tree.map(jnp.add, owed.coupling, moved.coupling)
@@ -313,11 +314,6 @@ def _cut(parts: Parts, call: Call, group: Group, rows: Rows, start: Origin) -> B
         dropout_key=call.dropout_key,
         start=start,
     )
-
-
-def data_decides(call: Call) -> bool:
-    """Whether the mask holds data, so that only at run time it is known which keys are hidden."""
-    return bool(jax.tree.leaves((call.mask, call.frame.q_position, call.frame.k_position)))
 
 
 def _cut_bias(bias: Array | None, start: Origin, sizes: tuple[int, int, int, int]) -> Array | None:

@@ -150,6 +150,11 @@ def map_examples(function: Callable[[Array, int], Array], call: Call) -> Call:
     return call._replace(mask=call.mask.map_arrays(function), frame=frame._replace(**positions))
 
 
+def has_data(call: Call) -> bool:
+    """Whether the mask holds data, so that only at run time it is known which keys are hidden."""
+    return bool(jax.tree.leaves((call.mask, call.frame.q_position, call.frame.k_position)))
+
+
 def split_floats(tree: PyTree) -> tuple[PyTree, PyTree]:
     """The floating arrays of a tree and its other arrays, each with None in place of the rest."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxattn.engines.blocked import add_at, block_heads, data_decides, key_span, of_examples
+from jaxattn.engines.blocked import add_at, block_heads, key_span, of_examples
 from jaxattn.engines.call import Call, Engine
-from jaxattn.engines.layout import Block, Keys, Origin, Rows, flat_batch, map_examples
+from jaxattn.engines.layout import Block, Keys, Origin, Rows, flat_batch, has_data, map_examples
 from jaxattn.linear import with_pull
 from jaxattn.route import Route, route, to_pairs, to_slots
 
@@ -229,7 +229,7 @@ def _heads(own: Pairs, slots: Slots, call: Call, start: Origin) -> Array:
         dropout_key=call.dropout_key,
         start=start,
     )
-    return block_heads(block, data_decides(call))[0]
+    return block_heads(block, has_data(call))[0]
 
 
 ENGINE = Engine("routed", run, CAPTURES, refuses=refuses, routes=True, about="active heads alone")
