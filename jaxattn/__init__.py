@@ -7,6 +7,7 @@ from jaxattn.attend import attend as attend
 from jaxattn.attention import Attention as Attention
 from jaxattn.attention import Aux as Aux
 from jaxattn.attention import attention as attention
+from jaxattn.cache import Cache as Cache
 from jaxattn.engines import ENGINES as ENGINES
 from jaxattn.explain import Explanation as Explanation
 from jaxattn.ledger import Ledger as Ledger

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxattn import project
 from jaxattn.attend import attend
 from jaxattn.axes import check_axes, check_batch, check_boolean, check_floating
+from jaxattn.cache import append, decode, empty_cache
 from jaxattn.engines import routes
 from jaxattn.explain import explain
 from jaxattn.masks import Frame, Mask, as_mask
@@ -272,6 +273,7 @@ class Attention(NamedTuple):
         engine: str = "auto",
         dropout_key: Array | None = None,
         positions: Array | None = None,
+        valid: Array | None = None,
         capture: tuple[str, ...] = (),
         remask: bool = False,
     ) -> tuple[Array, Aux]:
@@ -281,6 +283,7 @@ class Attention(NamedTuple):
             params, x_q, mask, bias, engine, dropout_key, capture, remask: as in `apply`.
             key_side: what `key_side` made; its invalid rows are hidden.
             positions: [..., q] of the queries; None counts from 0.
+            valid: [..., q] bool; rows that are not are zeroed and count in no statistic.
 
         Example:
             >>> attn = attention(HeadSpec(model=6, heads=2))
@@ -289,7 +292,7 @@ class Attention(NamedTuple):
             >>> attn.attend(params, jnp.ones((5, 6)), side)[0].shape
             (5, 6)
         """
-        query_side = self.query_side(params, x_q, None, positions, routes(engine))
+        query_side = self.query_side(params, x_q, valid, positions, routes(engine))
         return self._attend(
             params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask
         )
@@ -360,6 +363,9 @@ class Attention(NamedTuple):
         return losses
 
     explain = explain
+    empty_cache = empty_cache
+    append = append
+    decode = decode
 
     def declare(self) -> dict[str, Declaration]:
         """What each transform states about its parameters and heads, by transform name."""

@@ -1,5 +1,6 @@
 """float64 everywhere: a wrong formula must not hide behind rounding."""
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,9 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 import jax  # noqa: E402  (the flags come first)
 
 jax.config.update("jax_enable_x64", True)
+
+# Thousands of live programs are searched for cycles again and again: a sixth of the time.
+gc.set_threshold(100_000, 20, 50)
 
 
 def pytest_addoption(parser):

@@ -173,7 +173,7 @@ def talking(fixture, official, ask, transform, tree, spec) -> Numbers:
     return sublayer(fixture, official, ask, transform, tree, spec, captures)[0]
 
 
-def dcmha(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:
+def dcmha_layer(fixture: Fixture, official: Numbers) -> tuple[ja.HeadSpec, ja.HeadTransform, dict[str, Any]]:
     """DCMHA: a generator of (pre, post) slots on each side; self-attention packs both in four."""
     settings, math = fixture.settings, fixture.math(official)
     if settings.get("eps", 1e-6) != 1e-6:
@@ -202,7 +202,12 @@ def dcmha(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:
     transform = variants.dcmha(
         rank=rank, groups=settings["groups"], gelu=settings["gelu"], static=static, qk_norm=norm
     )
-    spec = spec_of(fixture, tree, rotary=rotary(fixture), qk_norm=norm)
+    return spec_of(fixture, tree, rotary=rotary(fixture), qk_norm=norm), transform, tree
+
+
+def dcmha(fixture: Fixture, official: Numbers, ask: Ask) -> Numbers:
+    """One pass of DCMHA, with the matrices that its mixes amount to."""
+    spec, transform, tree = dcmha_layer(fixture, official)
     captures = {
         "mid.logits": "logits", "mid.logits_composed": "mixed_logits",
         "mid.probs": "weights", "mid.probs_composed": "mixed_weights",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxattn import masks
 from jaxattn.masks import Fill, Frame
 
-drawn_few = settings(deadline=None, max_examples=25, derandomize=True)
+drawn_few = settings(deadline=None, max_examples=20, derandomize=True)
 
 
 class Call(NamedTuple):

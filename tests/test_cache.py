@@ -1,0 +1,214 @@
+"""The cache: any split of a sequence equals the full pass; what does not fit is refused."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import table
+from golden_adapters import dcmha_layer
+from golden_fixture import load
+
+import jaxattn as ja
+import variants
+
+B, T, MODEL = 2, 9, 11
+SPLITS = [(1,) * T, (4, 1, 1, 3), (T,)]
+OPTIONS = {
+    "mha": {},
+    "mohsa": {"overlap": 2},
+    "talking_heads": {"dynamic": ("pre_key", "post_query"), "bias": True},
+    "dcmha": {"rank": 2, "qk_norm": "rms"},
+    "moh": {"shared": 1, "top_k": 2},
+    "collab": {"width": 12, "content_bias": False},
+}
+SPECS = {name: dict(rotary=ja.Rotary()) for name in OPTIONS} | {
+    "mohsa": dict(rotary=ja.Rotary(pairs="adjacent")),
+    "mha": dict(rotary=ja.Rotary(), kv_heads=2, qk_norm="layer", use_bias=True),
+}
+
+
+@functools.cache
+def made(name):
+    spec = ja.HeadSpec(model=MODEL, heads=4, d_qk=6, d_v=3, **SPECS[name])
+    attn = ja.attention(spec, variants.VARIANTS[name](**OPTIONS[name]))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(jnp.asarray, table.drawn(attn, rng))
+    return attn, params, jnp.asarray(rng.normal(size=(B, T, MODEL)))
+
+
+def new(attn, size=T, **named):
+    return attn.empty_cache(B, size, dtype=jnp.float64, **named)
+
+
+@functools.cache
+def compiled(decode, **named):
+    """One program for each length of a chunk, however often it is met."""
+    return table.jit(functools.partial(decode, **named))
+
+
+def run(attn, params, cache, x, split, **named):
+    """The outputs of all chunks, each under jit, and the cache after them."""
+    step = compiled(attn.decode, **named)
+    outs, start = [], 0
+    for n in split:
+        y, _, cache = step(params, cache, x[:, start : start + n])
+        outs.append(y)
+        start += n
+    return jnp.concatenate(outs, axis=1), cache
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_law_7_any_split_equals_the_full_pass(name):
+    attn, params, x = made(name)
+    want, _ = attn.apply(params, x, mask=ja.causal())
+    for size, split in ((T + 4, SPLITS[0]), *((T, split) for split in SPLITS)):
+        got, cache = run(attn, params, new(attn, size), x, split)
+        table.assert_close(got, want, 1e-12, f"{name} {split}")
+        assert int(cache.count) == T and not cache.refused
+    blocked, _ = run(attn, params, new(attn), x, (4, 5), engine="blocked")
+    table.assert_close(blocked, want, 1e-12, "blocked")
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_a_ring_gives_what_a_window_sees(name):
+    attn, params, x = made(name)
+    want, _ = attn.apply(params, x, mask=ja.causal() & ja.window(3))
+    for size, split in ((3, (1,) * T), (6, (4, 1, 3, 1))):
+        got, cache = run(attn, params, new(attn, size, window=3), x, split)
+        table.assert_close(got, want, 1e-12, f"{name} {split}")
+        assert cache.size == size and int(cache.count) == T
+
+
+def test_prompts_of_unequal_length_padded_on_either_side():
+    """Each example equals itself alone; what padding rows hold, NaN included, reaches nothing."""
+    attn, params, x = made("dcmha")
+    prompt, lengths, decode = 5, (3, 5), compiled(attn.decode)
+    alone = [attn.apply(params, x[i, : lengths[i] + 2], mask=ja.causal())[0] for i in range(B)]
+    for left in (True, False):
+        rows = jnp.full((B, prompt, MODEL), jnp.nan)
+        valid = np.zeros((B, prompt), bool)
+        for i, n in enumerate(lengths):
+            place = slice(prompt - n, prompt) if left else slice(0, n)
+            rows, valid[i, place] = rows.at[i, place].set(x[i, :n]), True
+        positions = np.cumsum(valid, -1) - 1
+        y, _, cache = decode(params, new(attn), rows, valid=valid, positions=positions)
+        for i, n in enumerate(lengths):
+            table.assert_close(y[i][valid[i]], alone[i][:n], 1e-12, "prompt")
+        for step in range(2):
+            at = np.array(lengths)[:, None] + step
+            more = jnp.stack([x[i, n + step][None] for i, n in enumerate(lengths)])
+            y, _, cache = decode(params, cache, more, positions=at)
+            for i, n in enumerate(lengths):
+                table.assert_close(y[i, 0], alone[i][n + step], 1e-12, "step")
+
+
+def test_beams_are_reordered():
+    attn, params, x = made("talking_heads")
+    _, cache = run(attn, params, new(attn), x, (4,))
+    beams = cache.reorder(jnp.array([1, 1]))
+    y, _, _ = attn.decode(params, beams, x[:, 4:5])
+    row = jnp.concatenate([x[1, :4], x[0, 4:5]])
+    table.assert_close(y[0, 0], attn.apply(params, row, mask=ja.causal())[0][4], 1e-12, "beam")
+    with pytest.raises(ValueError, match="no batch axis to reorder"):
+        attn.empty_cache((), 3).reorder(jnp.array([0]))
+
+
+def test_what_is_stored_is_what_the_ledger_counts_and_mohsa_is_stored_narrow():
+    for name in variants.VARIANTS:
+        attn, _, _ = made(name)
+        cache = attn.empty_cache(B, T)
+        book = ja.ledger(attn, B, T, T)
+        floats = [x for x in jax.tree.leaves(cache.side) if x.dtype == jnp.float32]
+        assert sum(x.size for x in floats) == B * T * book.cache_elements
+        assert cache.nbytes == 4 * B * T * (book.cache_elements + 1) + B * T
+    assert made("mohsa")[0].empty_cache(B, T).side.key.shape == (B, T, 4, 6)
+
+
+def test_decoding_has_gradients_and_runs_in_a_scan():
+    attn, params, x = made("moh")
+
+    def loss(params, split):
+        cache, total = new(attn), 0.0
+        if split == "scan":
+
+            def step(cache, row):
+                y, _, cache = attn.decode(params, cache, row[:, None])
+                return cache, y[:, 0]
+
+            _, ys = jax.lax.scan(step, cache, jnp.moveaxis(x, 1, 0))
+            return jnp.sin(ys).sum()
+        return total + jnp.sin(attn.apply(params, x, mask=ja.causal())[0]).sum()
+
+    got, want = (table.jit(jax.grad(functools.partial(loss, split=s)))(params) for s in ("scan", "full"))
+    jax.tree.map(lambda a, b: table.assert_close(a, b, 1e-11, "gradient"), got, want)
+
+
+class TestRefusals:
+    def test_a_full_cache_refuses_and_keeps_its_rows(self):
+        attn, params, x = made("mha")
+        _, full = run(attn, params, new(attn, 4), x, (4,))
+        with pytest.raises(ValueError, match="4 of 4 rows are taken, 1 more do not fit.*window="):
+            attn.append(params, full, x[:, 4:5])
+        decode = compiled(attn.decode)
+        y, _, after = decode(params, full, x[:, 4:5])
+        assert np.isnan(y).all() and after.refused and int(after.count) == 4
+        jax.tree.map(np.testing.assert_array_equal, after.side, full.side)
+        y, _, _ = decode(params, after, x[:, :1])
+        assert np.isnan(y).all()
+        y, _, long = decode(params, new(attn, 4), x)
+        assert np.isnan(y).all() and long.refused
+        y, _, again = attn.decode(params, after.reset(), x[:, :4])
+        table.assert_close(y, attn.apply(params, x[:, :4], mask=ja.causal())[0], 1e-12, "reset")
+        assert not again.refused
+
+    def test_another_attention_batch_or_type(self):
+        attn, params, x = made("mha")
+        cache = new(attn)
+        other, other_params, _ = made("moh")
+        with pytest.raises(ValueError, match="cache: made by identity, used by moh"):
+            other.decode(other_params, cache, x)
+        wide = ja.attention(ja.HeadSpec(model=MODEL, heads=4, d_qk=8, d_v=3))
+        with pytest.raises(ValueError, match="made by identity, used by the same with other sizes"):
+            wide.decode(params, cache, x)
+        three = ja.attention(attn.spec, variants.dcmha(rank=3))
+        two = ja.attention(attn.spec, variants.dcmha(rank=2))
+        with pytest.raises(ValueError, match=r"cache: pre has shape.*options"):
+            three.append(three.init(jax.random.key(0), jnp.float64), new(two), x)
+        with pytest.raises(ValueError, match=r"batch axes are \(2,\), those of the states \(1,\)"):
+            attn.append(params, cache, x[:1])
+        with pytest.raises(
+            TypeError, match=r"key is float32, the rows that came make float64.*dtype=float64"
+        ):
+            attn.append(params, attn.empty_cache(B, T), x)
+
+    def test_sizes_that_cannot_be(self):
+        attn, params, x = made("mha")
+        with pytest.raises(ValueError, match="size = 0"):
+            attn.empty_cache(B, 0)
+        with pytest.raises(ValueError, match="window = 5 of size = 4.*window \\+ chunk - 1"):
+            attn.empty_cache(B, 4, window=5)
+        with pytest.raises(
+            ValueError, match="3 rows at once in a ring of 4 rows for a window of 3.*at most 2"
+        ):
+            attn.append(params, new(attn, 4, window=3), x[:, :3])
+
+
+def test_dcmha_decode_equals_the_official_steps():
+    """Caiyun-AI/DCFormer: prefill of four rows, then `_generate_fast` row by row."""
+    fixture = load(Path(__file__).parent / "golden", "dcmha_decode")
+    official = fixture.official()
+    spec, transform, tree = dcmha_layer(fixture, official)
+    attn = ja.attention(spec, transform)
+    x = fixture.rows(official, "in.x")
+    cache = attn.empty_cache(x.shape[:-2], x.shape[-2], dtype=x.dtype)
+    prompt = fixture.settings["prefill_len"]
+    outs, decode = [], compiled(attn.decode)
+    for a, b in [(0, prompt), *((t, t + 1) for t in range(prompt, x.shape[-2]))]:
+        y, _, cache = decode(tree, cache, x[:, a:b])
+        outs.append(y)
+    error = np.abs(np.concatenate(outs, 1) - fixture.expected("out.y")).max()
+    assert error <= fixture.meta["tolerance"]["out_max_abs"]
+    np.testing.assert_allclose(cache.side.value, fixture.expected("mid.v_cache"), atol=1e-12)
