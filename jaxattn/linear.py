@@ -17,6 +17,9 @@ PyTree = Any
 
 linear_map_p = Primitive("linear_map")
 linear_map_p.multiple_results = True
+linear_map_p.is_high = lambda *avals, **params: (
+    False
+)  # jax 0.12 asks: its program is evaluated, so it holds what it likes
 
 
 def linear_map(
