@@ -34,6 +34,7 @@ SPEC = {
     "rotary": ja.Rotary(pairs="adjacent"),
 }
 
+pytestmark = pytest.mark.heavy
 each_variant = pytest.mark.parametrize("name", variants.VARIANTS)
 each_engine = pytest.mark.parametrize("engine", table.ENGINES)
 

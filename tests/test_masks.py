@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxattn import masks
 from jaxattn.masks import Fill, Frame
 
+pytestmark = pytest.mark.heavy
 drawn_few = settings(deadline=None, max_examples=20, derandomize=True)
 
 
