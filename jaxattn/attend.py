@@ -195,7 +195,7 @@ def _check_head(head: Array, query: QuerySide) -> None:
 
 
 def _of_held(call: Call, x: Array) -> Array:
-    """[..., q, hv, x] of the heads that the query side holds."""
+    """[..., q, hv, x] of the heads that the query side holds; q may be 1."""
     head = call.query.head
     return x if head is None else jnp.take_along_axis(x, head[..., None], axis=-2)
 
@@ -302,6 +302,6 @@ def _drop_heads(call: Call, heads: Array) -> Array:
     if call.dropout_key is None or rate == 0:
         return heads
     key = jax.random.fold_in(call.dropout_key, HEAD_DROPOUT_STREAM)
-    kept = dropout.keep(key, rate, ("q",), (*call.frame.batch, call.output_heads, call.frame.q_len, 1))
+    kept = dropout.keep(key, rate, ("q",), (*call.frame.batch, call.output_heads, 1, 1))
     kept = _of_held(call, einops.rearrange(kept, "... h q k -> ... q h k"))
     return dropout.scaled(heads, kept, rate)

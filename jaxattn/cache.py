@@ -7,7 +7,6 @@ Rows keep their absolute positions, so causality, windows and rotary turns are t
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -17,10 +16,9 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jaxattn.masks import Mask, as_mask, causal, window
-from jaxattn.sides import KeySide
+from jaxattn.sides import KeySide, static_field
 
 PyTree = Any
-_static = functools.partial(dataclasses.field, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -40,8 +38,8 @@ class Cache:
     side: KeySide
     count: Array
     refused: Array
-    owner: tuple[str, str] = _static()
-    window: int | None = _static(default=None)
+    owner: tuple[str, str] = static_field()
+    window: int | None = static_field(None)
 
     @property
     def batch(self) -> tuple[int, ...]:

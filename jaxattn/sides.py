@@ -83,7 +83,7 @@ class KeySide(NamedTuple):
     position: Array | None = None
 
 
-def _static(default: Any = dataclasses.MISSING) -> Any:
+def static_field(default: Any = dataclasses.MISSING) -> Any:
     """A field that is a fact of the program, not a leaf of the tree."""
     return dataclasses.field(default=default, metadata={"static": True})
 
@@ -101,7 +101,7 @@ class Mix:
 
     matrix: Array | None = None
     bias: Array | None = None
-    skip: bool = _static(False)
+    skip: bool = static_field(False)
 
     @property
     def groups(self) -> int:
@@ -115,7 +115,7 @@ class PairBias:
     """A logit bias that positions decide: `of(params, q_position, k_position) -> [..., hs, q, k]`."""
 
     params: PyTree
-    of: Callable[[PyTree, Array, Array], Array] = _static()
+    of: Callable[[PyTree, Array, Array], Array] = static_field()
 
 
 @jax.tree_util.register_dataclass
@@ -135,14 +135,14 @@ class Coupling:
         dropout_shared: axes among b, h, q whose rows share one draw.
     """
 
-    scale: float = _static()
+    scale: float = static_field()
     pre: tuple[Mix, ...] = ()
     post: tuple[Mix, ...] = ()
     pair_bias: PairBias | None = None
-    key_of: tuple[int, ...] | None = _static(None)
-    value_of: tuple[int, ...] | None = _static(None)
-    softcap: float | None = _static(None)
-    dropout: float = _static(0.0)
-    head_dropout: float = _static(0.0)
-    dropout_site: Literal["values", "softmax"] = _static("values")
-    dropout_shared: tuple[Literal["b", "h", "q"], ...] = _static(())
+    key_of: tuple[int, ...] | None = static_field(None)
+    value_of: tuple[int, ...] | None = static_field(None)
+    softcap: float | None = static_field(None)
+    dropout: float = static_field(0.0)
+    head_dropout: float = static_field(0.0)
+    dropout_site: Literal["values", "softmax"] = static_field("values")
+    dropout_shared: tuple[Literal["b", "h", "q"], ...] = static_field(())

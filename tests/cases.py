@@ -66,6 +66,16 @@ def layer(case):
     return spec, {**params, "heads": {}}
 
 
+def in_chunks(decode, params, cache, x, split):
+    """The outputs of all chunks of x, one after another, and the cache after them."""
+    outs, start = [], 0
+    for n in split:
+        y, _, cache = decode(params, cache, x[:, start : start + n])
+        outs.append(y)
+        start += n
+    return jnp.concatenate(outs, 1), cache
+
+
 def redraw(tree, seed):
     """Every leaf drawn anew at O(1), so that no near-identity start hides a fault."""
     generator = np.random.default_rng(seed)

@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,13 +52,7 @@ def compiled(decode, **named):
 
 def run(attn, params, cache, x, split, **named):
     """The outputs of all chunks, each under jit, and the cache after them."""
-    step = compiled(attn.decode, **named)
-    outs, start = [], 0
-    for n in split:
-        y, _, cache = step(params, cache, x[:, start : start + n])
-        outs.append(y)
-        start += n
-    return jnp.concatenate(outs, axis=1), cache
+    return cases.in_chunks(compiled(attn.decode, **named), params, cache, x, split)
 
 
 @pytest.mark.parametrize("name", variants.VARIANTS)
@@ -130,19 +125,17 @@ def test_what_is_stored_is_what_the_ledger_counts_and_mohsa_is_stored_narrow():
 def test_decoding_has_gradients_and_runs_in_a_scan():
     attn, params, x = made("moh")
 
-    def loss(params, split):
-        cache, total = new(attn), 0.0
-        if split == "scan":
+    def scanned(params):
+        def step(cache, row):
+            y, _, cache = attn.decode(params, cache, row[:, None])
+            return cache, y[:, 0]
 
-            def step(cache, row):
-                y, _, cache = attn.decode(params, cache, row[:, None])
-                return cache, y[:, 0]
+        return jnp.sin(jax.lax.scan(step, new(attn), jnp.moveaxis(x, 1, 0))[1]).sum()
 
-            _, ys = jax.lax.scan(step, cache, jnp.moveaxis(x, 1, 0))
-            return jnp.sin(ys).sum()
-        return total + jnp.sin(attn.apply(params, x, mask=ja.causal())[0]).sum()
+    def whole(params):
+        return jnp.sin(attn.apply(params, x, mask=ja.causal())[0]).sum()
 
-    got, want = (table.jit(jax.grad(functools.partial(loss, split=s)))(params) for s in ("scan", "full"))
+    got, want = (table.jit(jax.grad(loss))(params) for loss in (scanned, whole))
     jax.tree.map(lambda a, b: table.assert_close(a, b, 1e-11, "gradient"), got, want)
 
 
@@ -205,10 +198,8 @@ def test_dcmha_decode_equals_the_official_steps():
     x = fixture.rows(official, "in.x")
     cache = attn.empty_cache(x.shape[:-2], x.shape[-2], dtype=x.dtype)
     prompt = fixture.settings["prefill_len"]
-    outs, decode = [], compiled(attn.decode)
-    for a, b in [(0, prompt), *((t, t + 1) for t in range(prompt, x.shape[-2]))]:
-        y, _, cache = decode(tree, cache, x[:, a:b])
-        outs.append(y)
-    error = np.abs(np.concatenate(outs, 1) - fixture.expected("out.y")).max()
+    split = (prompt, *(1 for _ in range(prompt, x.shape[-2])))
+    y, cache = run(attn, tree, cache, x, split)
+    error = np.abs(y - fixture.expected("out.y")).max()
     assert error <= fixture.meta["tolerance"]["out_max_abs"]
     np.testing.assert_allclose(cache.side.value, fixture.expected("mid.v_cache"), atol=1e-12)

@@ -166,7 +166,7 @@ def test_against_a_stored_source_in_half_precision_and_in_unusual_shapes():
     )
     for shape in [(1,), (0, 5), (2, 1, 3)]:
         run = lambda x, engine: attn.apply(params, x, mask=ja.causal(), engine=engine)[0]
-        both = table.jit(lambda x: (run(x, "routed"), run(x, "dense")))  # noqa: B023
+        both = table.jit(lambda x: (run(x, "routed"), run(x, "dense")))  # noqa: B023  (called in this turn of the loop)
         np.testing.assert_allclose(*both(jnp.ones((*shape, MODEL))), atol=1e-12)
 
 
@@ -192,7 +192,7 @@ def test_law_11_the_ledger_counts_the_program_and_its_empty_slots():
     for name in SIZES:
         attn, params, x = made(name)
         book = ja.ledger(attn, 2, ROWS, ROWS, routed=True)
-        program = jaxpr.trace(lambda p, x: attn.apply(p, x, engine="routed")[0], params, x)  # noqa: B023
+        program = jaxpr.trace(lambda p, x: attn.apply(p, x, engine="routed")[0], params, x)  # noqa: B023  (called in this turn of the loop)
         assert sum(book.macs.values()) == jaxpr.dot_macs(program)
         whole = ja.ledger(attn, 2, ROWS, ROWS)
         active = attn.sizes.active_heads

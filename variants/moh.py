@@ -150,7 +150,8 @@ def moh(
         if not top_k:
             return always, None
         p = by_state(params, x)
-        return jnp.concatenate([always, shared + _best(p, top_k)], axis=-1), (p, _top(p, top_k))
+        best = _best(p, top_k)
+        return jnp.concatenate([always, shared + best], axis=-1), (p, _among(best, p))
 
     def query_side(params, x, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
         of_shared, of_routed = stage_gates(params, x)
@@ -161,7 +162,7 @@ def moh(
                 p, chosen = notes["moh"]
             else:
                 p = probabilities(params, x, side)
-                chosen = _top(p, top_k)
+                chosen = _among(_best(p, top_k), p)
             parts.append(of_routed * routed_gates(p, chosen.astype(p.dtype)))
             notes = notes | {"moh": (p, chosen)}
         elif at.sizes.output_heads > shared:
@@ -261,9 +262,9 @@ def _finite(scores: Array) -> Array:
     return jnp.where(jnp.isnan(scores), jnp.finfo(scores.dtype).min, scores)
 
 
-def _top(p: Array, k: int) -> Array:
-    """Which entries are among the k largest of the last axis, bool like p."""
-    return jax.nn.one_hot(_best(p, k), p.shape[-1], dtype=bool).any(-2)
+def _among(best: Array, p: Array) -> Array:
+    """Which entries of the last axis are among the best, bool like p."""
+    return jax.nn.one_hot(best, p.shape[-1], dtype=bool).any(-2)
 
 
 def _best(p: Array, k: int) -> Array:

@@ -32,6 +32,7 @@ from jaxattn.engines.layout import (
     lay_out,
     map_examples,
     split_floats,
+    without_tangent,
 )
 from jaxattn.linear import with_pull
 from jaxattn.masks import Fill
@@ -115,18 +116,17 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
     bias = None if call.bias is None else flat(call.bias, 3)
     call = map_examples(flat, call)
     floats, others = split_floats(Parts(rows, keys, call.coupling, bias))
-    others = others, call.mask, call.dropout_key, call.frame.q_position, call.frame.k_position
+    arrays, again = without_tangent(call)
 
     def rejoin(floats: Parts, others: Any) -> tuple[Parts, Call]:
-        rest, mask, dropout_key, q_position, k_position = others
-        frame = call.frame._replace(q_position=q_position, k_position=k_position)
-        return join_floats(floats, rest), call._replace(mask=mask, dropout_key=dropout_key, frame=frame)
+        rest, arrays = others
+        return join_floats(floats, rest), again(arrays)
 
     heads = with_pull(
         lambda floats, others: (_forward(*rejoin(floats, others), plan), ()),
         lambda floats, others, _, cotangent: _backward(floats, *rejoin(floats, others), plan, cotangent),
     )
-    out = heads(floats, others)
+    out = heads(floats, (others, arrays))
     return einops.rearrange(out.reshape(*batch, *out.shape[1:]), "... hv q v -> ... q hv v"), {}
 
 

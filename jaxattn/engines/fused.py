@@ -100,13 +100,15 @@ def heads_by(call: Call, attention: Callable[..., Array]) -> Array:
     """Heads [..., q, hv, v] by a function like `jax.nn.dot_product_attention`; rows without a key: zeros."""
     batch, frame = call.frame.batch, call.frame
     flat = lambda x, core: flat_batch(x, core, batch)
-    visible = call.mask.block(frame, 0, frame.q_len, 0, frame.k_len)
-    visible = jnp.broadcast_to(visible, (*visible.shape[:-2], frame.q_len, frame.k_len))
     bias = None if call.bias is None else flat(call.bias, 3)
     sides = (flat(x, 3) for x in (call.query.query, call.key.key, call.key.value))
-    hidden = dict(is_causal=True) if _is_causal(call) else dict(mask=flat(visible, 3))
-    out = attention(*sides, bias=bias, scale=call.coupling.scale, **hidden)
-    out = out.reshape(*batch, *out.shape[1:])
+    run = functools.partial(attention, *sides, bias=bias, scale=call.coupling.scale)
+    whole = lambda out: out.reshape(*batch, *out.shape[1:])
+    if _is_causal(call):  # every row sees itself
+        return whole(run(is_causal=True))
+    visible = call.mask.block(frame, 0, frame.q_len, 0, frame.k_len)
+    visible = jnp.broadcast_to(visible, (*visible.shape[:-2], frame.q_len, frame.k_len))
+    out = whole(run(mask=flat(visible, 3)))
     seen = einops.rearrange(visible.any(-1), "... h q -> ... q h 1")
     return jnp.where(seen, out, jnp.zeros((), out.dtype))
 

@@ -150,6 +150,22 @@ def map_examples(function: Callable[[Array, int], Array], call: Call) -> Call:
     return call._replace(mask=call.mask.map_arrays(function), frame=frame._replace(**positions))
 
 
+def without_tangent(call: Call) -> tuple[PyTree, Callable[[PyTree], Call]]:
+    """The arrays of a call that have no tangent, and how the call is made of them again.
+
+    A derivative rule of one's own receives traced arrays; it must not close over them.
+    """
+    frame = call.frame
+    arrays = call.mask, call.dropout_key, frame.q_position, frame.k_position
+
+    def again(arrays: PyTree) -> Call:
+        mask, dropout_key, q_position, k_position = arrays
+        positions = frame._replace(q_position=q_position, k_position=k_position)
+        return call._replace(mask=mask, dropout_key=dropout_key, frame=positions)
+
+    return arrays, again
+
+
 def has_data(call: Call) -> bool:
     """Whether the mask holds data, so that only at run time it is known which keys are hidden."""
     return bool(jax.tree.leaves((call.mask, call.frame.q_position, call.frame.k_position)))

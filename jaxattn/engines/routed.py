@@ -6,7 +6,9 @@ are dense: any row may choose any head. The backward pass makes each block again
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import einops
@@ -17,7 +19,16 @@ from jax import Array
 
 from jaxattn.engines.blocked import add_at, block_heads, key_span, of_examples
 from jaxattn.engines.call import Call, Engine
-from jaxattn.engines.layout import Block, Keys, Origin, Rows, flat_batch, has_data, map_examples
+from jaxattn.engines.layout import (
+    Block,
+    Keys,
+    Origin,
+    Rows,
+    flat_batch,
+    has_data,
+    map_examples,
+    without_tangent,
+)
 from jaxattn.linear import with_pull
 from jaxattn.route import Route, route, to_pairs, to_slots
 
@@ -66,9 +77,8 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
     assert head is not None
     if 0 in (query.size, key.size):
         return jnp.zeros((*batch, *query.shape[-3:-1], value.shape[-1]), value.dtype), {}
-    whole = lambda x, core: jnp.broadcast_to(x, (*batch, *x.shape[x.ndim - core :])).reshape(
-        examples, *x.shape[x.ndim - core :]
-    )
+    flat = lambda x, core: flat_batch(x, core, batch)
+    whole = lambda x, core: jnp.broadcast_to(flat(x, core), (examples, *x.shape[x.ndim - core :]))
     where = jax.vmap(lambda head: route(head, call.logit_heads, SLOTS))(whole(head, 2))
     pairs = Pairs(
         jax.vmap(to_slots)(whole(query, 3), where),
@@ -76,19 +86,17 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
         einops.rearrange(whole(value, 3), "b k hV v -> b hV v k"),
     )
     reach = reach_of(call)
-    flat = map_examples(lambda x, core: flat_batch(x, core, batch), call)
-    others = where, flat.mask, flat.dropout_key, flat.frame.q_position, flat.frame.k_position
+    arrays, again = without_tangent(map_examples(flat, call))
 
     def rejoin(others: Any) -> tuple[Route, Call]:
-        where, mask, dropout_key, q_position, k_position = others
-        frame = flat.frame._replace(q_position=q_position, k_position=k_position)
-        return where, flat._replace(mask=mask, dropout_key=dropout_key, frame=frame)
+        where, arrays = others
+        return where, again(arrays)
 
     heads = with_pull(
         lambda pairs, others: (_forward(pairs, *rejoin(others), reach), ()),
         lambda pairs, others, _, owed: _backward(pairs, *rejoin(others), reach, owed),
     )
-    out = jax.vmap(to_pairs)(heads(pairs, others), where)
+    out = jax.vmap(to_pairs)(heads(pairs, (where, arrays)), where)
     return out.reshape(*batch, *out.shape[1:]).astype(value.dtype), {}
 
 
@@ -113,13 +121,13 @@ def _forward(pairs: Pairs, where: Route, call: Call, reach: Reach) -> Array:
         def block(xs):
             query, slots = xs
 
-            def heads(size: int) -> Array:
+            def heads(size: int, first: Array) -> Array:
                 if size == 0:
                     return jnp.zeros((query.shape[0], pairs.value.shape[-2]), pairs.value.dtype)
-                own, start = _cut(pairs._replace(query=query), slots, here, reach, size)
+                own, start = _cut(pairs._replace(query=query), slots, here, size, first)
                 return _heads(own, slots, here, start._replace(example=number))
 
-            return _by_reach(slots, here, reach, heads)
+            return _by_reach(slots, reach, heads)
 
         return jax.lax.map(block, (pairs.query, _slots(where)))
 
@@ -141,16 +149,16 @@ def _backward(pairs: Pairs, where: Route, call: Call, reach: Reach, cotangent: A
                 jax.lax.dynamic_index_in_dim(*z, keepdims=False) for z in zip(owed, sources, strict=True)
             ]
 
-            def pulled(size: int) -> tuple[Array, list[Array]]:
+            def pulled(size: int, first: Array) -> tuple[Array, list[Array]]:
                 if size == 0:
                     return jnp.zeros_like(query), of_head
-                own, start = _cut(pairs._replace(query=query), slots, here, reach, size)
+                own, start = _cut(pairs._replace(query=query), slots, here, size, first)
                 again = lambda own: _heads(own, slots, here, start._replace(example=number))
                 (moved,) = jax.vjp(again, own)[1](cotangent)
                 add = lambda total, part: add_at(total, part, {-1: start.key})
                 return moved.query, [add(*z) for z in zip(of_head, (moved.key, moved.value), strict=True)]
 
-            to_query, more = _by_reach(slots, here, reach, pulled)
+            to_query, more = _by_reach(slots, reach, pulled)
             put = lambda total, part, head: jax.lax.dynamic_update_index_in_dim(total, part, head, 0)
             return [put(*z) for z in zip(owed, more, sources, strict=True)], to_query
 
@@ -195,16 +203,15 @@ def _span(slots: Slots, reach: Reach) -> tuple[Array, Array]:
     return start, jnp.maximum(jnp.where(seen, end, 0).max() - start, 0)
 
 
-def _by_reach(slots: Slots, call: Call, reach: Reach, compute):
-    """`compute(size)` for the least static number of keys that the block's rows can do with."""
-    _, size = _span(slots, reach)
-    index = jnp.searchsorted(jnp.asarray(reach.sizes), size)
-    return jax.lax.switch(index, [lambda size=size: compute(size) for size in reach.sizes])
+def _by_reach(slots: Slots, reach: Reach, compute: Callable[[int, Array], Any]) -> Any:
+    """`compute(size, first)` for the least static number of keys that the block's rows can do with."""
+    first, needed = _span(slots, reach)
+    index = jnp.searchsorted(jnp.asarray(reach.sizes), needed)
+    return jax.lax.switch(index, [functools.partial(compute, size) for size in reach.sizes], first)
 
 
-def _cut(pairs: Pairs, slots: Slots, call: Call, reach: Reach, size: int) -> tuple[Pairs, Origin]:
+def _cut(pairs: Pairs, slots: Slots, call: Call, size: int, first: Array) -> tuple[Pairs, Origin]:
     """The query, keys and values of a block, [s, d], [d, k] and [v, k], and where it starts."""
-    first, _ = _span(slots, reach)
     start = jnp.minimum(first, call.frame.k_len - size)
     own = (
         jax.lax.dynamic_slice(x, (head, 0, start), (1, x.shape[-2], size))[0]
