@@ -80,6 +80,14 @@ def with_pull(
     function = jax.jit(function)
 
     @jax.custom_jvp
+    def whole(operands, others):  # bare, linearisation would split it and hoist masks out of its loops
+        return function(operands, others)
+
+    @whole.defjvp
+    def whole_jvp(primals, tangents):
+        return jax.jvp(function, primals, tangents)
+
+    @jax.custom_jvp
     def ruled(operands, others):
         return function(operands, others)[0]
 
@@ -93,11 +101,7 @@ def with_pull(
 
     @ruled.defjvp
     def ruled_jvp(primals, tangents):
-        kept = jax.eval_shape(function, *primals)[1]
-        if jax.tree.leaves(kept):
-            out, kept = function(*primals)
-        else:  # bare, linearisation would split it and hoist masks out of its loops, for all turns at once
-            out = ruled(*primals)
+        out, kept = whole(*primals)
         return out, linear_map(push, back, (*primals, kept), tangents[0])
 
     return ruled

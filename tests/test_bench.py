@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bench
+from experiments import bench, profile
 
 SMALL = (1, 24, 2, 8)
 
@@ -57,3 +57,45 @@ def test_ratios_and_report_come_from_the_results():
     json.dumps([row._asdict() for row in results], allow_nan=False)
     points = [{"rows": n, "name": "mha blocked", "milliseconds": n / 10, "memory": n << 12} for n in (8, 16)]
     assert bench.figure(points).startswith(b"\x89PNG")
+
+
+def test_a_profile_attributes_operations_to_steps():
+    heads, rows, width = 3, 5, 7
+    text = f"""
+%fused (a: f32[{heads},{heads}], b: f32[{heads},{rows}]) -> f32[{heads},{rows}] {{
+  %a = f32[{heads},{heads}]{{1,0}} parameter(0)
+  %b = f32[{heads},{rows}]{{1,0}} parameter(1)
+  ROOT %dot.1 = f32[{heads},{rows}]{{1,0}} dot(%a, %b), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
+}}
+
+ENTRY %main (m: f32[{heads},{heads}], x: f32[{heads},{rows}]) -> f32[{heads},{rows}] {{
+  %m = f32[{heads},{heads}]{{1,0}} parameter(0)
+  %x = f32[{heads},{rows}]{{1,0}} parameter(1)
+  %mixed = f32[{heads},{rows}]{{1,0}} fusion(%m, %x), kind=kCustom, calls=%fused
+  %owed = f32[{heads},{heads}]{{1,0}} dot(%x, %mixed), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
+  %heads = f32[{rows},{width}]{{1,0}} dot(%x, %y), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
+  ROOT %weights = f32[{heads},{rows}]{{1,0}} exponential(%mixed), metadata={{op_name="jvp(softmax)/exp"}}
+}}
+"""
+    program = profile.parse(text)
+    steps = {name: profile.step_of(program, name, heads) for name in ("mixed", "owed", "heads", "weights")}
+    assert steps == {
+        "mixed": "static mixes",
+        "owed": "gradient of static matrices",
+        "heads": "products of heads",
+        "weights": "softmax and its derivative",
+    }
+    assert profile.multiplied(program, "mixed") == 2 * heads * heads * rows
+    assert profile.multiplied(program, "weights") == 0
+    assert profile.moved(program, "weights") == 2 * 4 * heads * rows
+
+
+def test_a_profile_of_a_run_adds_up_to_something(monkeypatch):
+    monkeypatch.setattr(profile, "HEADS", 4)
+    monkeypatch.setattr(profile, "WIDTH", 16)
+    whole, steps = profile.profile("talking_heads", profile.Options(batch=1, length=256, runs=2))
+    assert whole > 0 and {"static mixes", "products of heads"} <= steps.keys()
+    products = steps["products of heads"]
+    # Two products forward and five backward, of 256 rows in blocks that see between half and all keys.
+    square = 2 * 4 * 16 * 256**2 / 1e9
+    assert 7 * square / 2 < products.gigaflops < 7 * square

@@ -123,8 +123,10 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
         return join_floats(floats, rest), again(arrays)
 
     heads = with_pull(
-        lambda floats, others: (_forward(*rejoin(floats, others), plan), ()),
-        lambda floats, others, _, cotangent: _backward(floats, *rejoin(floats, others), plan, cotangent),
+        lambda floats, others: _forward(*rejoin(floats, others), plan),
+        lambda floats, others, known, cotangent: _backward(
+            floats, *rejoin(floats, others), plan, known, cotangent
+        ),
     )
     out = heads(floats, (others, arrays))
     return einops.rearrange(out.reshape(*batch, *out.shape[1:]), "... hv q v -> ... q hv v"), {}
@@ -184,24 +186,32 @@ def key_span(call: Call, q_start: int, q_size: int) -> tuple[int, int]:
     return (seen[0], min(seen[-1] + grain, k_len)) if seen else (0, 0)
 
 
-def _forward(parts: Parts, call: Call, plan: Plan) -> Array:
-    """Heads [b, hv, q, v], examples by examples, group by group: a loop over the blocks of each."""
+def _forward(parts: Parts, call: Call, plan: Plan) -> tuple[Array, Array]:
+    """Heads [b, hv, q, v], examples by examples, group by group: a loop over the blocks of each.
+
+    Beside them [b, hs, q, 2], what the softmax found of each row: the reverse pass starts from it.
+    """
 
     def some(xs):
         rows, keys, start = xs
         part, here = parts._replace(rows=rows, keys=keys), of_examples(call, start.example, plan.examples)
         done = [_group_forward(part, here, start, group) for group in plan.groups]
-        return jnp.concatenate(done, axis=Q_AXIS)
+        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=Q_AXIS), *done)
 
-    return _merge(jax.lax.map(some, _turns(parts, call, plan)), plan)
+    done = jax.lax.map(some, _turns(parts, call, plan))
+    return jax.tree.map(lambda x: _merge(x, plan), done)
 
 
-def _group_forward(part: Parts, call: Call, start: Origin, group: Group) -> Array:
+def _group_forward(part: Parts, call: Call, start: Origin, group: Group) -> tuple[Array, Array]:
     assert part.rows is not None and part.keys is not None
     if group.k_size == 0:
-        value, rows = part.keys.value, group.size * group.blocks
-        heads = call.output_heads * part.rows.query.shape[-3] // call.logit_heads
-        return jnp.zeros((value.shape[0], heads, rows, value.shape[-2]), value.dtype)
+        query, value = part.rows.query, part.keys.value
+        zeros = lambda all_heads, *end, dtype: jnp.zeros(
+            (value.shape[0], all_heads * query.shape[-3] // call.logit_heads, *end), dtype
+        )
+        rows = group.size * group.blocks
+        known = zeros(call.softmax_heads, rows, 2, dtype=jnp.promote_types(query.dtype, jnp.float32))
+        return zeros(call.output_heads, rows, value.shape[-2], dtype=value.dtype), known
 
     def block(xs):
         rows, q_start, k_start = xs
@@ -209,23 +219,23 @@ def _group_forward(part: Parts, call: Call, start: Origin, group: Group) -> Arra
         return block_heads(block, has_data(call))
 
     rows = jax.tree.map(group.split, part.rows)
-    return group.join(jax.lax.map(block, (rows, group.starts, group.k_starts)))
+    return jax.tree.map(group.join, jax.lax.map(block, (rows, group.starts, group.k_starts)))
 
 
-def _backward(floats: Parts, parts: Parts, call: Call, plan: Plan, cotangent: Array) -> Parts:
+def _backward(floats: Parts, parts: Parts, call: Call, plan: Plan, known: Array, cotangent: Array) -> Parts:
     """Cotangents of all floating arrays, block by block; what keys are owed is added in place."""
     zeros = lambda tree: jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), tree
     )
 
     def some(shared, xs):
-        (rows, keys, start), cotangent = xs
+        (rows, keys, start), of_out = xs
         part, here = parts._replace(rows=rows, keys=keys), of_examples(call, start.example, plan.examples)
         float_keys, _ = split_floats(keys)
         owed = Parts(None, zeros(float_keys), shared.coupling, shared.bias)
         done = []
         for group in plan.groups:
-            owed, moved = _group_backward(part, here, start, group, owed, cotangent)
+            owed, moved = _group_backward(part, here, start, group, owed, of_out)
             done.append(moved)
         of_rows = jax.tree.map(lambda *x: jnp.concatenate(x, axis=Q_AXIS), *done)
         cast = lambda x, total: total.astype(x.dtype)
@@ -233,23 +243,25 @@ def _backward(floats: Parts, parts: Parts, call: Call, plan: Plan, cotangent: Ar
         return owed._replace(keys=None), (of_rows, of_keys)
 
     shared = Parts(None, None, zeros(floats.coupling), zeros(floats.bias))
-    turns = _turns(parts, call, plan), _split(cotangent, plan)
+    turns = _turns(parts, call, plan), (_split(known, plan), _split(cotangent, plan))
     shared, sides = jax.lax.scan(some, shared, turns)
     shared = jax.tree.map(lambda x, total: total.astype(x.dtype), (floats.coupling, floats.bias), shared[2:])
     return Parts(*jax.tree.map(lambda x: _merge(x, plan), sides), *shared)
 
 
-def _group_backward(part: Parts, call: Call, start: Origin, group: Group, owed: Parts, cotangent: Array):
+def _group_backward(part: Parts, call: Call, start: Origin, group: Group, owed: Parts, of_out):
     rows = jax.tree.map(group.split, part.rows)
     if group.k_size == 0:
         nothing = jax.tree.map(jnp.zeros_like, split_floats(rows)[0])
         return owed, jax.tree.map(group.join, nothing)
 
     def step(owed, xs):
-        rows, cotangent, q_start, k_start = xs
+        rows, (known, cotangent), q_start, k_start = xs
         block = _cut(part, call, group, rows, start._replace(row=q_start, key=k_start))
         moving, still = split_floats(Parts(block.rows, block.keys, block.coupling, block.bias))
-        again = lambda x: block_heads(block._replace(**join_floats(x, still)._asdict()), has_data(call))
+        again = lambda x: block_heads(
+            block._replace(**join_floats(x, still)._asdict()), has_data(call), known
+        )[0]
         (moved,) = jax.vjp(again, moving)[1](cotangent)
         keys = jax.tree.map(lambda a, b: add_at(a, b, {K_AXIS: k_start}), owed.keys, moved.keys)
         coupling = jax.tree.map(jnp.add, owed.coupling, moved.coupling)
@@ -259,7 +271,8 @@ def _group_backward(part: Parts, call: Call, start: Origin, group: Group, owed: 
             bias = add_at(bias, moved.bias, {n: s for n, s in starts if bias.shape[n] > 1})
         return Parts(None, keys, coupling, bias), moved.rows
 
-    owed, moved = jax.lax.scan(step, owed, (rows, group.split(cotangent), group.starts, group.k_starts))
+    of_out = jax.tree.map(group.split, of_out)
+    owed, moved = jax.lax.scan(step, owed, (rows, of_out, group.starts, group.k_starts))
     return owed, jax.tree.map(group.join, moved)
 
 
@@ -326,8 +339,11 @@ def _cut_bias(bias: Array | None, start: Origin, sizes: tuple[int, int, int, int
     return bias
 
 
-def block_heads(block: Block, by_data: bool) -> Array:
-    """Heads [..., hv, q, v] of one block; spans of keys in which the data hide everything are passed over."""
+def block_heads(block: Block, by_data: bool, known: Array | None = None) -> tuple[Array, Array]:
+    """Heads [..., hv, q, v] of one block; spans of keys in which the data hide everything are passed over.
+
+    known: what the softmax found of its rows, where it ran before; returned beside the heads.
+    """
     k_size = block.keys.key.shape[K_AXIS]
     spans = _spans(block, k_size) if by_data else [(0, k_size, None)]
 
@@ -347,7 +363,7 @@ def block_heads(block: Block, by_data: bool) -> Array:
         return formula.logits(span(start, size), steps.STEPS)[1]
 
     parts = [_where_seen(seen, functools.partial(logits, s, n)) for s, n, seen in spans]
-    weights = steps.softmax(jnp.concatenate(parts, axis=K_AXIS), block.visible)
+    weights, known = steps.softmax(jnp.concatenate(parts, axis=K_AXIS), block.visible, known)
 
     def values(start: int, size: int) -> Array:
         part = span(start, size)
@@ -356,7 +372,7 @@ def block_heads(block: Block, by_data: bool) -> Array:
         return formula.gather(used, part.keys.value, block.coupling.value_of, block.dtype)
 
     heads = [_where_seen(seen, functools.partial(values, s, n)) for s, n, seen in spans]
-    return sum(heads[1:], heads[0]).astype(block.keys.value.dtype)
+    return sum(heads[1:], heads[0]).astype(block.keys.value.dtype), known
 
 
 def _spans(block: Block, k_size: int) -> list[tuple[int, int, Array | None]]:

@@ -3,6 +3,7 @@
 Engines differ in which blocks they ask for, how they mix and what they keep; this is what a block is.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,19 +15,19 @@ from jax import Array
 from jaxattn.axes import contract
 from jaxattn.engines import dropout
 from jaxattn.engines.layout import Block
-from jaxattn.sides import Factors, Mix
+from jaxattn.sides import Coupling, Factors, Mix
 
 Dtype = jnp.dtype
 
 
 class Steps(NamedTuple):
-    """The steps of which an engine may have its own: scores, one mix stage, softmax; signatures as here."""
+    """The steps of which an engine may have its own: scores and one mix stage; signatures as here."""
 
     scores: Callable[[Array, Array, tuple[int, ...] | None, Dtype], Array]
     mix: Callable[[Array, Mix, tuple[Factors | None, Factors | None]], Array]
-    softmax: Callable[[Array, Array], Array]
 
 
+@jax.named_scope("scores")
 def scores(query: Array, key: Array, key_of: tuple[int, ...] | None, dtype: Dtype) -> Array:
     """<query[h,q], key[key_of(h),k]>: [..., hl, q, d] and [..., hK, d, k] to [..., hl, q, k].
 
@@ -40,6 +41,7 @@ def scores(query: Array, key: Array, key_of: tuple[int, ...] | None, dtype: Dtyp
     return einops.rearrange(out, f"... hK (g q) k -> ... {order} q k", **sizes)
 
 
+@jax.named_scope("values")
 def gather(weights: Array, value: Array, value_of: tuple[int, ...] | None, dtype: Dtype) -> Array:
     """sum_k weights[h,q,k] value[value_of(h),k]: [..., hv, q, k], [..., hV, v, k] to [..., hv, q, v].
 
@@ -125,12 +127,13 @@ def logits(block: Block, steps: Steps) -> tuple[Array, Array]:
         [..., hl, q, k] and [..., hs, q, k]; nothing is hidden yet.
     """
     rows, keys, c = block.rows, block.keys, block.coupling
-    raw = steps.scores(rows.query, keys.key, c.key_of, block.dtype) * jnp.asarray(c.scale, block.dtype)
+    raw = _scaled_scores(rows.query, keys.key, c, block.dtype, steps)
     if keys.bias is not None:
         raw = raw + keys.bias.astype(raw.dtype)
     x = raw
     for static, of_rows, of_keys in zip(c.pre, rows.pre, keys.pre, strict=True):
-        x = steps.mix(x, static, (of_rows, of_keys))
+        with jax.named_scope("pre"):
+            x = steps.mix(x, static, (of_rows, of_keys))
     if c.pair_bias is not None:
         q = block.start.row + jnp.arange(x.shape[-2]) if rows.position is None else rows.position[..., 0]
         k = block.start.key + jnp.arange(x.shape[-1]) if keys.position is None else keys.position[..., 0, :]
@@ -142,6 +145,14 @@ def logits(block: Block, steps: Steps) -> tuple[Array, Array]:
     return raw, x
 
 
+def _scaled_scores(query: Array, key: Array, c: Coupling, dtype: Dtype, steps: Steps) -> Array:
+    scale = jnp.asarray(c.scale, dtype)
+    if query.dtype == dtype:  # one pass over the queries instead of one over the scores
+        return steps.scores(query * scale, key, c.key_of, dtype)
+    return steps.scores(query, key, c.key_of, dtype) * scale
+
+
+@jax.named_scope("softmax")
 def softmax(x: Array, visible: Array) -> Array:
     """Softmax over the visible keys; a row without one gives zeros, with zero gradients.
 
@@ -157,6 +168,7 @@ def softmax(x: Array, visible: Array) -> Array:
     return raised / jnp.where(total == 0, 1, total)
 
 
+@jax.named_scope("post")
 def post(block: Block, weights: Array, steps: Steps) -> tuple[Array, Array]:
     """Post mixes, re-masking and dropout; weights [..., hs, q, k] to what is seen and what is used.
 
@@ -169,14 +181,20 @@ def post(block: Block, weights: Array, steps: Steps) -> tuple[Array, Array]:
         used = _drop(block, used)
     seen = weights
     for static, of_rows, of_keys in zip(c.post, rows.post, keys.post, strict=True):
-        seen = jnp.where(block.visible, steps.mix(seen, static, (of_rows, of_keys)), 0)
-        if used is not weights:
-            used = jnp.where(block.visible, steps.mix(used, static, (of_rows, of_keys)), 0)
+        stage = functools.partial(_post_stage, block, static, (of_rows, of_keys), steps)
+        seen, used = stage(seen), used if used is weights else stage(used)
     if used is weights:
         used = seen
     if c.dropout_site == "values":
         used = _drop(block, used)
     return seen, used
+
+
+def _post_stage(block: Block, static: Mix, rows: tuple, steps: Steps, weights: Array) -> Array:
+    """One mix of weights; hidden ones, which are zero, stay zero."""
+    mixed = steps.mix(weights, static, rows)
+    linear = static.bias is None and block.visible.shape[-3] == 1  # of hidden zeros alone it makes zeros
+    return mixed if linear else jnp.where(block.visible, mixed, 0)
 
 
 def _drop(block: Block, weights: Array) -> Array:
@@ -188,4 +206,4 @@ def _drop(block: Block, weights: Array) -> Array:
     return dropout.scaled(weights, kept, rate)
 
 
-STEPS = Steps(scores, mix, softmax)
+STEPS = Steps(scores, mix)

@@ -236,7 +236,7 @@ def _heads(own: Pairs, slots: Slots, call: Call, start: Origin) -> Array:
         dropout_key=call.dropout_key,
         start=start,
     )
-    return block_heads(block, has_data(call))[0]
+    return block_heads(block, has_data(call))[0][0]
 
 
 ENGINE = Engine("routed", run, CAPTURES, refuses=refuses, routes=True, about="active heads alone")

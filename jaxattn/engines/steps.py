@@ -44,6 +44,7 @@ def scores(query: Array, key: Array, key_of: tuple[int, ...] | None, dtype: jnp.
         query, key = operands
         return formula.scores(query, key, key_of, dtype), ()
 
+    @jax.named_scope("scores owed")
     def pull(operands, others, kept, owed):
         query, key = operands
         to_query = formula.gather(owed, key, key_of, dtype)
@@ -59,26 +60,44 @@ def scores(query: Array, key: Array, key_of: tuple[int, ...] | None, dtype: jnp.
 
 
 @jax.custom_jvp
-def softmax(x: Array, visible: Array) -> Array:
-    """`formula.softmax`, whose derivative is its own transpose: t -> W t - W sum_k(W t)."""
-    x = jnp.where(visible, jnp.minimum(x, jnp.finfo(x.dtype).max), -jnp.inf)
+@jax.named_scope("softmax")
+def softmax(x: Array, visible: Array, known: Array | None = None) -> tuple[Array, Array]:
+    """`formula.softmax`, whose derivative is its own transpose: t -> W t - W sum_k(W t).
+
+    Args:
+        x: [..., q, k] logits; visible: their mask.
+        known: what an earlier call found for these rows; one pass instead of five.
+
+    Returns:
+        weights, and [..., q, 2]: each row's largest logit and 1 / sum. The latter is data: its derivative is
+        zero, and that to x is whole without it.
+    """
+    finite = lambda x: jnp.minimum(x, jnp.finfo(x.dtype).max)
+    if known is not None:
+        again = lambda x, top, share: jnp.where(visible, jnp.exp(finite(x) - top) * share, 0)
+        return _alone(again, x, known[..., :1], known[..., 1:]), known
+    x = jnp.where(visible, finite(x), -jnp.inf)
     top = jnp.max(x, axis=-1, keepdims=True)
-    raised = jnp.exp(x - jnp.where(jnp.isfinite(top), top, 0))
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    raised = jnp.exp(x - top)
     total = raised.sum(axis=-1, keepdims=True)
-    return raised * (1 / jnp.where(total == 0, 1, total))
+    share = 1 / jnp.where(total == 0, 1, total)
+    return _alone(operator.mul, raised, share), jnp.concatenate([top, share], axis=-1)
 
 
 @softmax.defjvp
 def _softmax_jvp(primals, tangents):
-    weights = softmax(*primals)
+    weights, rows = softmax(*primals)
 
+    @jax.named_scope("softmax owed")
     def move(weights, tangent):
         moved = weights * tangent
         return moved - weights * moved.sum(axis=-1, keepdims=True)
 
-    return weights, linear_map(move, move, weights, tangents[0])
+    return (weights, rows), (linear_map(move, move, weights, tangents[0]), jnp.zeros_like(rows))
 
 
+@jax.named_scope("mix")
 def _mix(operands: tuple[Array, Mix, Both], others: PyTree) -> tuple[Array, list[Array | None]]:
     """The mix, and the low-rank coordinates of both sides, which the reverse pass uses again."""
     del others
@@ -127,6 +146,7 @@ def _turn(factors: Factors) -> Factors:
     return Factors(swap(factors.up), swap(factors.down), factors.diag, swap(factors.dense))
 
 
+@jax.named_scope("static owed")
 def _owed_static(x: Array, static: Mix, owed: Array) -> Mix:
     matrix = bias = None
     if static.matrix is not None:
@@ -138,6 +158,7 @@ def _owed_static(x: Array, static: Mix, owed: Array) -> Mix:
     return Mix(matrix, bias, static.skip)
 
 
+@jax.named_scope("factors owed")
 def _owed_factors(x: Array, factors: Factors, low, owed: Array, owed_low, axis: int) -> Factors:
     """What the factors of one side's rows are owed: sums over the other side's rows, along `axis`."""
     down = up = diag = dense = None
@@ -196,7 +217,7 @@ def _pairs_last(x: Array, groups: int) -> Array:
 def _outer(a: Array, b: Array, axis: int) -> Array:
     """[..., i, q, k] and [..., o, q, k] to [..., i, o, q, k], summed over `axis`, which stays as 1."""
     if min(a.shape[-3], b.shape[-3]) < WIDE and a.shape[axis] >= 2 * LANES:
-        return _sum_products(a[..., :, None, :, :], b[..., None, :, :, :], axis)
+        return _sum_products(a, b, axis, outer=True)
     return _outer_product(a, b, axis)
 
 
@@ -206,18 +227,22 @@ def _outer_product(a: Array, b: Array, axis: int) -> Array:
     return jnp.expand_dims(contract(a, b, f"... i q k, ... o q k -> ... i o {kept}"), axis)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _sum_products(a: Array, b: Array, axis: int) -> Array:
-    """The sum of a * b over `axis`, which stays as 1: in lanes, as one running sum is not vectorised."""
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _sum_products(a: Array, b: Array, axis: int, outer: bool = False) -> Array:
+    """The sum of a * b over `axis`, which stays as 1: in lanes, as one running sum is not vectorised.
+
+    outer: a's i and b's o are axes of their own, spread inside the pass: outside it they would be copied.
+    """
     size = a.shape[axis]
+    spread = (lambda a, b: a[..., :, None, :, :] * b[..., None, :, :, :]) if outer else operator.mul
     if size < 2 * LANES:
-        return (a * b).sum(axis, keepdims=True)
+        return spread(a, b).sum(axis, keepdims=True)
     width = size // LANES
     whole = size - size % width
 
     def product(a, b, start, end):
         cut = functools.partial(jax.lax.slice_in_dim, start_index=start, limit_index=end, axis=axis)
-        return cut(a) * cut(b)
+        return spread(cut(a), cut(b))
 
     def lanes(a, b):
         return functools.reduce(operator.add, (product(a, b, i, i + width) for i in range(0, whole, width)))
@@ -227,4 +252,4 @@ def _sum_products(a: Array, b: Array, axis: int) -> Array:
 
 
 _ruled_mix = with_pull(_mix, _mix_pull)
-STEPS = formula.Steps(scores, mix, softmax)
+STEPS = formula.Steps(scores, mix)
