@@ -212,3 +212,26 @@ def test_the_program_does_not_grow_with_the_rows():
         return len(jax.jit(jax.grad(loss, (0, 1))).lower(params, x).as_text().splitlines())
 
     assert size(16384) <= 1.05 * size(4096)
+
+
+@pytest.mark.parametrize("engine", ["dense", "blocked", "reference"])
+def test_a_mask_of_heads_hides_from_the_mixed_weights_too(engine):
+    heads, rows, width = 3, 5, 7
+    rng = np.random.default_rng(3)
+    query, key, value = rng.normal(size=(3, rows, heads, width))
+    matrix, visible = rng.normal(size=(heads, heads)), rng.random((heads, rows, rows)) < 0.6
+    post = ja.Coupling(scale=1.0, post=(ja.Mix(matrix),))
+    sides = ja.QuerySide(query), ja.KeySide(key, value)
+    mask = ja.explicit(visible, axes="h q k")
+    got, _ = ja.attend(*sides, post, mask=mask, engine=engine, remask=True)
+
+    weights = np.zeros((heads, rows, rows))
+    for h, q in np.ndindex(heads, rows):
+        seen = np.flatnonzero(visible[h, q])
+        raised = [np.exp(query[q, h] @ key[k, h]) for k in seen]
+        weights[h, q, seen] = np.array(raised) / sum(raised)
+    want = np.zeros((rows, heads, width))
+    for q, o, k in np.ndindex(rows, heads, rows):
+        mixed = sum(weights[i, q, k] * matrix[i, o] for i in range(heads))
+        want[q, o] += visible[o, q, k] * mixed * value[k, o]
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
