@@ -16,6 +16,7 @@ from jaxattn.axes import check_axes, check_batch, check_boolean, check_floating
 from jaxattn.cache import append, decode, empty_cache
 from jaxattn.engines import routes
 from jaxattn.explain import explain
+from jaxattn.manifest_call import manifest
 from jaxattn.masks import Frame, Mask, as_mask
 from jaxattn.sides import Coupling, KeySide, Mix, QuerySide
 from jaxattn.spec import HeadSpec, Sizes
@@ -363,6 +364,7 @@ class Attention(NamedTuple):
         return losses
 
     explain = explain
+    manifest = manifest
     empty_cache = empty_cache
     append = append
     decode = decode
