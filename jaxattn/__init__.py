@@ -1,5 +1,8 @@
 """jaxattn: attention for the head axis, in JAX and Flax."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jaxattn import axes as axes
 from jaxattn import masks as masks
 from jaxattn import project as project
@@ -8,6 +11,9 @@ from jaxattn.attention import Attention as Attention
 from jaxattn.attention import Aux as Aux
 from jaxattn.attention import attention as attention
 from jaxattn.cache import Cache as Cache
+from jaxattn.cross import CrossMemory as CrossMemory
+from jaxattn.cross import Identity as Identity
+from jaxattn.cross import Life as Life
 from jaxattn.engines import ENGINES as ENGINES
 from jaxattn.explain import Explanation as Explanation
 from jaxattn.ledger import Ledger as Ledger
@@ -38,3 +44,18 @@ from jaxattn.transform import Site as Site
 from jaxattn.transform import Upgrade as Upgrade
 from jaxattn.transform import chain as chain
 from jaxattn.transform import identity as identity
+
+if TYPE_CHECKING:
+    from jaxattn import check as check
+    from jaxattn.manifest import Manifest as Manifest
+    from jaxattn.manifest import admit as admit
+
+# Loaded when asked for: a manifest needs pydantic, and few programs check an attention.
+LATER = {"check": "jaxattn.check", "Manifest": "jaxattn.manifest", "admit": "jaxattn.manifest"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATER:
+        raise AttributeError(f"module 'jaxattn' has no attribute {name!r}")
+    module = importlib.import_module(LATER[name])
+    return module if name == "check" else getattr(module, name)

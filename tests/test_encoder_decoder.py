@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxattn as ja
 import variants
-from experiments.lib.encoder_decoder import EncoderDecoder, Shape
+from experiments.lib.encoder_decoder import EncoderDecoder, Shape, attach, beam, greedy
 
 BATCH, SOURCE, SYMBOLS = 2, 5, 7
 TARGETS = (3, SOURCE)  # rectangular, and square, where nothing but names tells rows from keys
@@ -104,3 +104,50 @@ def test_a_few_steps_learn_to_reverse():
 
     losses = [float(step(made, optimizer)) for _ in range(60)]
     assert losses[0] > 1.5 and losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_greedy_by_steps_is_greedy_by_whole_passes(name):
+    made, steps = model(name), 4
+    source, valid, _ = inputs(TARGETS[0])
+    found = greedy(made, source, valid, start=0, steps=steps)
+    sides = made.sides(made.encode(made.embed(source), valid), valid)
+    target = jnp.zeros((BATCH, 1), int)
+    for _ in range(steps):
+        logits = made.decode(made.embed(target), sides)
+        target = jnp.concatenate([target, logits[:, -1:].argmax(-1)], axis=1)
+    np.testing.assert_array_equal(found, target[:, 1:])
+    other = greedy(made, source[:, ::-1], valid, start=0, steps=steps)
+    assert (found != other).any()  # what is decoded depends on the source
+
+
+def test_beams_find_what_trying_everything_finds_and_share_what_they_could_store():
+    made, steps = model(), 2
+    source, valid, _ = inputs(TARGETS[0])
+    every = np.array(list(itertools.product(range(SYMBOLS), repeat=steps)))
+    target = np.pad(every[:, :-1], ((0, 0), (1, 0)))
+    sides = made.sides(made.encode(made.embed(source), valid), valid)
+    scores = []
+    for example in range(BATCH):
+        one = jax.tree.map(lambda x, n=example: jnp.repeat(x[n : n + 1], len(every), 0), sides)
+        own = jax.nn.log_softmax(made.decode(made.embed(jnp.asarray(target)), one))
+        scores.append(np.take_along_axis(np.asarray(own), every[..., None], -1).sum((1, 2)))
+    order = np.argsort(-np.array(scores), axis=1)[:, :SYMBOLS]
+
+    shared, total = beam(made, source, valid, start=0, steps=steps, beams=SYMBOLS)
+    np.testing.assert_array_equal(shared, every[order])
+    np.testing.assert_allclose(total, np.take_along_axis(np.array(scores), order, 1), rtol=1e-5)
+    stored, again = beam(made, source, valid, start=0, steps=steps, beams=SYMBOLS, expand=True)
+    np.testing.assert_array_equal(stored, shared)
+    np.testing.assert_allclose(again, total, rtol=1e-6)
+
+
+def test_a_causal_mask_of_the_target_is_refused_in_cross_attention_by_its_axes():
+    made = model()
+    source, valid, _ = inputs(SOURCE)
+    memories = attach(made, made.encode(made.embed(source), valid), valid, "mine")
+    layer, memory = made.decoder[0], memories.each[0]
+    with pytest.raises(ValueError, match=r"axis k counts source rows.*causal.*axis q.*Fix"):
+        memory.attend(layer.cross.params(), made.embed(source), ja.causal(), expected=memories.expected[0])
+    with pytest.raises(ValueError, match="layer is 'decoder/0', expected 'decoder/1'"):
+        memory.read(memories.expected[1])  # the memory of another layer, of the same shape

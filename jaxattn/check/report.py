@@ -1,0 +1,172 @@
+"""run: every law asked of one attention, and a report that says which are broken, and by what input."""
+
+import json
+import warnings
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxattn.check.laws import LAWS, SIZES, Law, Outcome, Sizes, draw
+from jaxattn.check.subject import Call, Feature, Subject
+
+Ruling = Literal["holds", "broken", "raises", "refused", "taken silently", "not asked"]
+GOOD = ("holds", "refused", "not asked")
+
+
+class Ruled(NamedTuple):
+    """What became of one law.
+
+    Attributes:
+        law, level, says: of the law.
+        ruling: "holds"; "broken" at `sizes`, the smallest that break it; "raises", where the attention
+            raised though it declares what the law needs; "not asked", where it declares it cannot; for
+            what it declares it cannot: "refused" (it raises, as it should) or "taken silently".
+        measured, limit: of the outcome.
+        note: what the wrong answer looks like, or the error.
+        sizes: of the call; its numbers are `draw(sizes)` of jaxattn/check/laws.py.
+    """
+
+    law: str
+    level: str
+    says: str
+    ruling: Ruling
+    measured: float | None = None
+    limit: float | None = None
+    note: str = ""
+    sizes: Sizes | None = None
+
+    @property
+    def good(self) -> bool:
+        return self.ruling in GOOD
+
+    def __str__(self) -> str:
+        if self.good:
+            return self.ruling
+        number = "" if self.measured is None else f" {self.measured:.1e} > {self.limit:.0e}"
+        named = {} if self.sizes is None else self.sizes._asdict()
+        at = " at " + " ".join(f"{n}={s}" for n, s in named.items()) if named else ""
+        return f"{self.ruling}{number}{at}: {self.says}" + (f" ({self.note})" if self.note else "")
+
+
+class Report(NamedTuple):
+    """The rulings on one attention."""
+
+    subject: str
+    version: str
+    rulings: tuple[Ruled, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every law that was asked holds, and everything declared impossible is refused."""
+        return all(ruled.good for ruled in self.rulings)
+
+    @property
+    def broken(self) -> tuple[Ruled, ...]:
+        """What is not as it should be."""
+        return tuple(ruled for ruled in self.rulings if not ruled.good)
+
+    def __str__(self) -> str:
+        count, bad = len(self.rulings), len(self.broken)
+        width = max((len(ruled.law) for ruled in self.rulings), default=0)
+        head = f"{self.subject} {self.version}".strip()
+        lines = [f"  {ruled.level:9} {ruled.law:{width}}  {ruled}" for ruled in self.rulings]
+        return "\n".join([f"{head}: {count - bad} of {count} as they should be", *lines])
+
+    def as_json(self) -> str:
+        """The same as strict JSON; what is no number is null."""
+
+        def row(ruled: Ruled) -> dict:
+            number = ruled.measured
+            finite = number if number is not None and np.isfinite(number) else None
+            sizes = None if ruled.sizes is None else ruled.sizes._asdict()
+            return ruled._replace(measured=finite)._asdict() | {"sizes": sizes}
+
+        rows = [row(ruled) for ruled in self.rulings]
+        whole = {"subject": self.subject, "version": self.version, "passed": self.passed, "laws": rows}
+        return json.dumps(whole, indent=1, allow_nan=False)
+
+
+def run(subject: Subject, *, laws: Iterable[str] | None = None, quick: bool = False) -> Report:
+    """Ask an attention every law; whatever it does wrong is a ruling, none is an error of this function.
+
+    Args:
+        subject: what `of_function` or another adapter made.
+        laws: names of `LAWS`; None asks all.
+        quick: ask the two smallest sizes alone.
+
+    Raises:
+        ValueError: for a law that is not known.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxattn.check.subject import of_function
+        >>> def mean(query, key, value):  # no scores at all
+        ...     return jnp.broadcast_to(value.mean(1, keepdims=True), (*query.shape[:3], value.shape[3]))
+        >>> report = run(of_function(mean), laws=["output-shape", "values"])
+        >>> [(ruled.law, ruled.ruling) for ruled in report.rulings]
+        [('output-shape', 'holds'), ('values', 'broken')]
+    """
+    names = list(LAWS) if laws is None else list(laws)
+    for name in names:
+        if name not in LAWS:
+            raise ValueError(f"laws: got {name!r}, expected some of {', '.join(LAWS)}.")
+    sizes = SIZES[:2] if quick else SIZES
+    rulings = [_judge(LAWS[name], subject, sizes) for name in names]
+    if laws is None:
+        rulings += [_refusal(subject, feature) for feature in ASKING if feature not in subject.supports]
+    return Report(subject.name, subject.version, tuple(rulings))
+
+
+def assert_laws(subject: Subject, *, laws: Iterable[str] | None = None, quick: bool = False) -> None:
+    """`run`, as one test of your own suite.
+
+    Raises:
+        AssertionError: listing every law that does not hold, each with the smallest input that breaks it.
+    """
+    report = run(subject, laws=laws, quick=quick)
+    assert report.passed, "\n".join([f"{report.subject}:", *(f"  {r.law}: {r}" for r in report.broken)])
+
+
+def _judge(law: Law, subject: Subject, sizes: tuple[Sizes, ...]) -> Ruled:
+    head = law.name, law.level, law.says
+    if missing := law.needs - subject.supports:
+        return Ruled(*head, "not asked", note=f"needs {', '.join(sorted(missing))}")
+    if law.plain and not subject.plain:
+        return Ruled(*head, "not asked", note="heads are mixed")
+    outcome = Outcome(0.0, 0.0)
+    for size in sizes:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outcome = law.judge(subject, size)
+        except Exception as error:  # whatever the subject does is a ruling on it
+            lines = str(error).strip().splitlines() or [""]
+            return Ruled(*head, "raises", note=f"{type(error).__name__}: {lines[0]}"[:200], sizes=size)
+        if outcome.broken:
+            return Ruled(*head, "broken", outcome.measured, outcome.limit, outcome.note, size)
+    return Ruled(*head, "holds", outcome.measured, outcome.limit)
+
+
+def _biased(call: Call) -> Call:
+    (b, q, h, _), k = call.query.shape, call.key.shape[1]
+    return call._replace(bias=np.ones((b, h, q, k), np.float32))
+
+
+ASKING = {
+    "causal": lambda call: call._replace(causal=True),
+    "bias": _biased,
+    "d_v": lambda call: call._replace(value=np.concatenate([call.value, call.value], -1)),
+    "gqa": lambda call: call._replace(key=call.key[:, :, :1], value=call.value[:, :, :1]),
+}
+
+
+def _refusal(subject: Subject, feature: Feature) -> Ruled:
+    """Whether a call that needs what the subject declares it cannot raises."""
+    says = f"{feature} is declared impossible, so asking for it raises"
+    head, size = (f"{feature}-refused", "behaviour", says), SIZES[1]
+    try:
+        subject.attend(ASKING[feature](draw(size, square=True)))
+    except Exception as error:  # any error is a refusal
+        return Ruled(*head, "refused", note=type(error).__name__)
+    return Ruled(*head, "taken silently", sizes=size)
