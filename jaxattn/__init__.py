@@ -12,10 +12,13 @@ from jaxattn.attention import Aux as Aux
 from jaxattn.attention import attention as attention
 from jaxattn.cache import Cache as Cache
 from jaxattn.cross import CrossMemory as CrossMemory
-from jaxattn.cross import Identity as Identity
 from jaxattn.cross import Life as Life
+from jaxattn.cross import check_cross_mask as check_cross_mask
 from jaxattn.engines import ENGINES as ENGINES
 from jaxattn.explain import Explanation as Explanation
+from jaxattn.identity import Identity as Identity
+from jaxattn.identity import content_digest as content_digest
+from jaxattn.identity import expected_identity as expected_identity
 from jaxattn.ledger import Ledger as Ledger
 from jaxattn.ledger import ledger as ledger
 from jaxattn.masks import Mask as Mask

@@ -10,7 +10,7 @@ import pytest
 from cases import CASES, expected
 
 import jaxattn as ja
-from jaxattn.cross import CrossMemory, Identity, content_digest, expected_identity
+from jaxattn import CrossMemory, Identity, content_digest, expected_identity
 
 SPEC, PARAMS = cases.layer(CASES["PUB-12"]["input"])
 ATTN = ja.attention(SPEC)

@@ -17,15 +17,8 @@ from hypothesis import strategies as st
 
 import jaxattn as ja
 import variants
-from jaxattn.cross import (
-    TRANSITIONS,
-    CrossMemory,
-    Identity,
-    Life,
-    check_cross_mask,
-    content_digest,
-    expected_identity,
-)
+from jaxattn import CrossMemory, Identity, Life, check_cross_mask, content_digest, expected_identity
+from jaxattn.cross import TRANSITIONS
 
 B, Q, S, MODEL, SOURCE, G = 2, 5, 7, 11, 13, 3
 SPEC = ja.HeadSpec(model=MODEL, heads=4, d_qk=6, d_v=3, in_k=SOURCE, in_v=SOURCE)

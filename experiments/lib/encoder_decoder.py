@@ -19,7 +19,6 @@ from jax import Array
 
 import jaxattn as ja
 import variants
-from jaxattn.cross import CrossMemory, Identity, expected_identity
 
 Sides = tuple[ja.KeySide, ...]
 
@@ -123,8 +122,8 @@ def _step(graph: Any, params: Any, token: Array, caches: Any, sides: Sides) -> t
 class Memories(NamedTuple):
     """The cross memories of a request, one a layer, and the identity that a reader must name."""
 
-    each: tuple[CrossMemory, ...]
-    expected: tuple[Identity, ...]
+    each: tuple[ja.CrossMemory, ...]
+    expected: tuple[ja.Identity, ...]
 
     def read(self) -> Sides:
         """Their key sides, where every one is still what the request expects."""
@@ -140,14 +139,14 @@ def attach(model: EncoderDecoder, memory: Array, valid: Array, request: str, ver
     made, known = [], []
     for number, layer in enumerate(model.decoder):
         attn, params = layer.cross.attn, layer.cross.params()
-        named = Identity(
+        named = ja.Identity(
             request=request, source_release="first", checkpoint="in memory", layer=f"decoder/{number}",
             projection_version=version, adapter="none", position_policy="of the encoder", memory_id=request,
         )  # fmt: skip
-        own = CrossMemory(attn)
+        own = ja.CrossMemory(attn)
         own.bind(memory, named, valid)
         own.project(params, projection_version=version)
-        expected = expected_identity(attn, params, memory, named)
+        expected = ja.expected_identity(attn, params, memory, named)
         own.attach(expected)
         made.append(own)
         known.append(expected)
