@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jaxattn import axes as axes
 from jaxattn import masks as masks
 from jaxattn import project as project
+from jaxattn import sharding as sharding
 from jaxattn.attend import attend as attend
 from jaxattn.attention import Attention as Attention
 from jaxattn.attention import Aux as Aux

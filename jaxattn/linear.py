@@ -51,9 +51,14 @@ def linear_map(
     forward = jax.jit(forward)
     out_tree = jax.tree.structure(jax.eval_shape(forward, residuals, operands))
 
+    # Of the call, though it is transposed after it.
+    precision: Any = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (no attribute to pyright)
+
     def flat(function: Callable, tree) -> Callable[..., list[Array]]:
         def call(*arrays):
-            return jax.tree.leaves(function(residual_tree.unflatten(arrays[:n]), tree.unflatten(arrays[n:])))
+            with jax.default_matmul_precision(precision):
+                out = function(residual_tree.unflatten(arrays[:n]), tree.unflatten(arrays[n:]))
+            return jax.tree.leaves(out)
 
         return jax.jit(call)  # traced once, however often JAX asks for shapes, rules and code
 

@@ -1,29 +1,54 @@
-"""The Flax NNX face: parameters live in a module, all mathematics in `jaxattn.attention`."""
+"""The Flax NNX face: parameters live in a module, all mathematics in `jaxattn.attention`.
 
+It stands where `flax.nnx.MultiHeadAttention` stood: the same arguments, parameter names and layout.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxattn.attention import Initializer, attention
-from jaxattn.masks import Mask, from_flax
+from jaxattn.attention import Aux, Initializer, _check_state, attention
+from jaxattn.masks import Mask
+from jaxattn.module_args import (
+    at_precision,
+    attend_cached,
+    attend_whole,
+    pair_positions,
+    placed,
+    precision_name,
+    read_bias,
+    read_mask,
+    with_heads_placed,
+)
+from jaxattn.module_state import draw, join_cache, of_path, split_cache
+from jaxattn.sharding import leaf_axes
+from jaxattn.sides import KeySide
 from jaxattn.spec import HeadSpec, Rotary
 from jaxattn.transform import HeadTransform, identity
 
 PyTree = Any
+Metadata = Mapping[str, Any]
 LEAVES = ("query", "key", "value", "out", "query_ln", "key_ln", "heads")
+CACHED = ("cached_key", "cached_value", "cache_index", "cached_rows")  # Flax's names, and the rest
+SOWN = "mixed_weights"  # what meets the values, before dropout; without mixes the softmax itself
 
 
 class MultiHeadAttention(nnx.Module):
-    """Multi-head attention whose heads may see each other, as a Flax NNX module.
+    """Multi-head attention whose heads may see each other, in the place of `flax.nnx.MultiHeadAttention`.
 
     y = sum_h heads[h] @ W_O[h] + b_O, with heads composed by `variant`
 
     Parameters have Flax's names and layout: `query`, `key`, `value` with kernel [m, h, d] and bias [h, d],
-    `out` with kernel [h, v, m] and bias [m]; the variant's own leaves lie under `heads`.
+    `out` with kernel [h, v, m] and bias [m], `query_ln`, `key_ln` with scale [d]; the variant's own leaves
+    lie under `heads`. A query without a visible key gives b_O.
 
     Args:
         num_heads: query heads h.
@@ -32,21 +57,31 @@ class MultiHeadAttention(nnx.Module):
         out_features: width of the output; default in_features.
         num_kv_heads: fewer key and value heads (GQA, MQA).
         in_kv_features: width of the key and value states; default in_features.
-        variant: a HeadTransform, for example `variants.moh(shared=2, top_k=4)`.
-        d_v: value head width; default that of query and key.
         dtype: type to compute in; default that of states and parameters. param_dtype: of the parameters.
         broadcast_dropout: one dropout draw for all examples and heads, as in Flax.
         dropout_rate: on attention weights; head_dropout_rate: on whole heads.
         deterministic: evaluation, without dropout; the call may override it.
-        kernel_init, bias_init: initialisers; kernels are drawn as [fan_in, fan_out].
+        precision: of every matrix product, a name or `jax.lax.Precision`.
+        kernel_init, bias_init: initialisers; kernels are drawn as [fan_in, fan_out]. out_kernel_init,
+            out_bias_init: those of `out`, where they differ.
         use_bias: biases of the four projections.
+        attention_fn: None or `nnx.dot_product_attention`, which both mean the form of this library.
+        decode: whether calls append to the cache and attend to it; the call may override it.
         normalize_qk: Flax's head norm on query and key; `qk_norm` chooses one by name.
-        rotary, scale, softcap: as in `HeadSpec`.
+        qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: None or Flax's own, which `dtype` steers.
+        rngs: `nnx.Rngs`: `params` draws the parameters; `dropout`, kept where keep_rngs, the dropout.
+        kernel_metadata, bias_metadata, out_kernel_metadata, out_bias_metadata, query_ln_scale_metadata,
+            key_ln_scale_metadata: metadata of each `nnx.Param`; those of `out` default to the first two.
+        variant: a HeadTransform, for example `variants.moh(shared=2, top_k=4)`.
+        d_v: value head width; default that of query and key.
+        qk_norm, rotary, scale, softcap: as in `HeadSpec`.
         engine: which engine runs the call; none changes the function.
-        rngs: `nnx.Rngs`: `params` draws the parameters; `dropout`, kept, the dropout.
+        name_axes: every `nnx.Param` also carries the names of its axes as metadata, `axes=("m", "hl", "d")`.
+            Off by default: trees of `nnx.Param` map together only where their metadata are equal.
 
     Raises:
-        ValueError: where sizes do not fit, naming both numbers and the fix.
+        ValueError: where sizes do not fit, naming both numbers and the fix; for an `attention_fn`, a
+            promotion or a precision that this form cannot honour.
 
     Example:
         >>> layer = MultiHeadAttention(num_heads=2, in_features=6, rngs=nnx.Rngs(0))
@@ -63,25 +98,44 @@ class MultiHeadAttention(nnx.Module):
         num_kv_heads: int | None = None,
         in_kv_features: int | None = None,
         *,
-        variant: HeadTransform = identity,
-        d_v: int | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         broadcast_dropout: bool = True,
         dropout_rate: float = 0.0,
-        head_dropout_rate: float = 0.0,
         deterministic: bool | None = None,
+        precision: Any = None,
         kernel_init: Initializer | None = None,
+        out_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
+        out_bias_init: Initializer | None = None,
         use_bias: bool = True,
+        attention_fn: Callable[..., Array] | None = None,
+        decode: bool | None = None,
         normalize_qk: bool = False,
+        qkv_promote_dtype: Callable[..., Any] | None = None,
+        out_promote_dtype: Callable[..., Any] | None = None,
+        ln_promote_dtype: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+        kernel_metadata: Metadata | None = None,
+        out_kernel_metadata: Metadata | None = None,
+        bias_metadata: Metadata | None = None,
+        out_bias_metadata: Metadata | None = None,
+        query_ln_scale_metadata: Metadata | None = None,
+        key_ln_scale_metadata: Metadata | None = None,
+        variant: HeadTransform = identity,
+        d_v: int | None = None,
+        head_dropout_rate: float = 0.0,
         qk_norm: Literal["rms", "layer"] | None = None,
         rotary: Rotary | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         engine: str = "auto",
-        rngs: nnx.Rngs,
+        name_axes: bool = False,
     ):
+        _check_attention_fn(attention_fn)
+        _check_promotion(qkv=qkv_promote_dtype, out=out_promote_dtype, ln=ln_promote_dtype)
+        precision_name(precision)
         qkv_features = in_features if qkv_features is None else qkv_features
         if num_heads < 1 or qkv_features % num_heads:
             raise ValueError(
@@ -108,18 +162,56 @@ class MultiHeadAttention(nnx.Module):
             softcap=softcap,
         )
         self.attn = nnx.static(attention(spec, variant))
-        params = self.attn.init(rngs.params(), param_dtype, kernel_init, bias_init)
-        for name, leaves in params.items():
-            setattr(self, name, _as_node(leaves))
+        inits = kernel_init, bias_init, out_kernel_init, out_bias_init
+        params, boxes = draw(self.attn, rngs.params(), param_dtype, *inits)
+        metadata = {
+            "kernel": kernel_metadata,
+            "bias": bias_metadata,
+            "out/kernel": out_kernel_metadata or kernel_metadata,
+            "out/bias": out_bias_metadata or bias_metadata,
+            "query_ln/scale": query_ln_scale_metadata,
+            "key_ln/scale": key_ln_scale_metadata,
+        }
+        axes = leaf_axes(self.attn) if name_axes else {}
+
+        def as_param(path: tuple[str, ...], value: Array) -> nnx.Param:
+            about: dict[str, Any] = dict(of_path(metadata, path) or {})
+            if name_axes:
+                about["axes"] = functools.reduce(lambda tree, name: tree[name], path, axes)
+            box = of_path(boxes, path)
+            return nnx.Param(value if box is None else dataclasses.replace(box, raw_value=value), **about)
+
+        for name in LEAVES:
+            setattr(self, name, _as_node(as_param, (name,), params.get(name)))
         self.dtype = dtype
+        self.param_dtype = param_dtype
         self.deterministic = deterministic
+        self.precision = precision
+        self.decode = decode
         self.engine = engine
         uses_dropout = dropout_rate > 0 or head_dropout_rate > 0
-        if uses_dropout and not ("dropout" in rngs or "default" in rngs):
+        if uses_dropout and keep_rngs and not ("dropout" in rngs or "default" in rngs):
             raise ValueError(
                 f"rngs: no stream for dropout, got {', '.join(rngs)}. Fix: nnx.Rngs(params=..., dropout=...)."
             )
-        self.rngs = rngs.dropout.fork() if uses_dropout else None
+        self.rngs = rngs.dropout.fork() if uses_dropout and keep_rngs else None
+        self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
+        self.cached_value: nnx.Cache[Any] | None = nnx.data(None)
+        self.cache_index: nnx.Cache[Any] | None = nnx.data(None)
+        self.cached_rows: nnx.Cache[Any] | None = nnx.data(None)
+
+    # Facts of the built layer; a property, so that nobody sets one and believes that it has an effect.
+    num_heads = property(lambda self: self.attn.spec.heads)
+    num_kv_heads = property(lambda self: self.attn.spec.kv_heads)
+    in_features = property(lambda self: self.attn.spec.in_q)
+    in_kv_features = property(lambda self: self.attn.spec.in_k)
+    out_features = property(lambda self: self.attn.spec.out)
+    head_dim = property(lambda self: self.attn.spec.d_qk)
+    qkv_features = property(lambda self: self.attn.spec.heads * self.attn.spec.d_qk)
+    use_bias = property(lambda self: self.attn.spec.use_bias)
+    normalize_qk = property(lambda self: self.attn.spec.qk_norm is not None)
+    dropout_rate = property(lambda self: self.attn.spec.dropout)
+    broadcast_dropout = property(lambda self: bool(self.attn.spec.dropout_shared))
 
     def __call__(
         self,
@@ -128,10 +220,17 @@ class MultiHeadAttention(nnx.Module):
         inputs_v: Array | None = None,
         *,
         mask: Mask | Array | None = None,
-        bias: Array | None = None,
-        positions: Array | tuple[Array | None, Array | None] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+        input_positions: Array | None = None,
+        bias: Array | None = None,
+        valid: Array | None = None,
+        positions: Array | tuple[Array | None, Array | None] | None = None,
         capture: tuple[str, ...] = (),
         return_aux: bool = False,
     ) -> Any:
@@ -139,38 +238,207 @@ class MultiHeadAttention(nnx.Module):
 
         Args:
             inputs_q: [..., q, m]; inputs_k, inputs_v: [..., k, m_k]; the second defaults to the first.
-            mask: a `ja.masks` value, or a boolean Flax mask [..., h or 1, q, k]; True = visible.
-            bias, positions, capture: as in `Attention.apply`.
-            deterministic, rngs: override what the module holds.
+            mask: a `ja.masks` value, or a Flax mask that broadcasts to [..., h, q, k]; True = visible.
+            deterministic, rngs, decode: override what the module holds.
+            sow_weights: sow the weights that meet the values, before dropout, [..., h, q, k], as
+                `attention_weights` of `nnx.Intermediate`.
+            is_causal: hide keys at later positions than the query's, beside `mask`; decode always does.
+            out_sharding: of the output; qkv_sharding: of projected queries, keys and values [..., t, h, d].
+            input_positions: [..., t], positions of queries and keys, as Flax names them.
+            bias: [..., h, q, k] added to the logits.
+            valid: [..., k] bool, source rows that are real; the others are zeroed, and hidden.
+            positions, capture: as in `Attention.apply`.
             return_aux: also return `Aux`, with auxiliary losses and captured arrays.
 
         Raises:
-            ValueError: when dropout is on and there is no key to draw it with.
+            ValueError: when dropout is on and there is no key to draw it with; in decode without a cache,
+                with `inputs_k`, or, outside of jit, with more rows than fit.
         """
-        source = None
-        if inputs_k is not None:
-            source = inputs_k if inputs_v is None else (inputs_k, inputs_v)
-        elif inputs_v is not None:
+        if inputs_k is None and inputs_v is not None:
             raise ValueError("inputs_v: given without inputs_k. Fix: give inputs_k too, or neither.")
-        params, (inputs_q, source) = self.params(), (inputs_q, source)
-        if self.dtype is not None:
-            params, inputs_q, source = _cast((params, inputs_q, source), self.dtype)
-        y, aux = self.attn.apply(
-            params,
-            inputs_q,
-            source,
-            _as_mask(mask),
-            bias=bias,
-            engine=self.engine,
-            dropout_key=self._dropout_key(deterministic, rngs),
-            positions=positions,
-            capture=capture,
-        )
-        return (y, aux) if return_aux else y
+        decode = self.decode if decode is None else decode
+        if decode and inputs_k is inputs_q and (inputs_v is None or inputs_v is inputs_q):
+            inputs_k = inputs_v = None  # self-attention, written out
+        source = inputs_k if inputs_v is None else (inputs_k, inputs_v)
+        params, inputs_q, source = self._cast(self.params(), inputs_q, source)
+        batch = _check_state("inputs_q", inputs_q, "q", self.in_features, "in_features=...").shape[:-2]
+        if inputs_k is not None:
+            _check_state("inputs_k", inputs_k, "k", self.in_kv_features, "in_kv_features=...")
+        k_len = inputs_q.shape[-2] if inputs_k is None else inputs_k.shape[-2]
+        both = pair_positions(positions, input_positions, inputs_k is not None, k_len)
+        named = self._named(batch, bias, deterministic, rngs, sow_weights, capture)
+        with at_precision(self.precision):
+            if decode:
+                held = self._cache_for(source, qkv_sharding)
+                cache = join_cache(**{name: variable.get_value() for name, variable in held.items()})
+                y, aux, cache = attend_cached(self.attn, params, cache, inputs_q, mask, valid, both[0], named)
+                for name, value in split_cache(cache).items():
+                    held[name].set_value(value)
+            else:
+                attn = with_heads_placed(self.attn, qkv_sharding)
+                y, aux = attend_whole(attn, params, inputs_q, source, mask, is_causal, valid, both, named)
+        return self._finish(placed(y, out_sharding), aux, sow_weights, capture, return_aux)
+
+    def key_side(
+        self,
+        inputs_k: Array,
+        inputs_v: Array | None = None,
+        valid: Array | None = None,
+        positions: Array | None = None,
+    ) -> KeySide:
+        """A source, projected once, for any number of `attend`.
+
+        Args:
+            inputs_k, inputs_v: [..., k, m_k]; the second defaults to the first.
+            valid: [..., k] bool; rows that are not are zeroed before they are projected, and hidden.
+            positions: [..., k]; None is 0, 1, 2, ...
+
+        Example:
+            >>> layer = MultiHeadAttention(num_heads=2, in_features=6, in_kv_features=3, rngs=nnx.Rngs(0))
+            >>> side = layer.key_side(jnp.ones((4, 7, 3)))
+            >>> layer.attend(jnp.ones((4, 5, 6)), side).shape
+            (4, 5, 6)
+        """
+        source = inputs_k if inputs_v is None else (inputs_k, inputs_v)
+        params, source = self._cast(self.params(), source)
+        with at_precision(self.precision):
+            return self.attn.key_side(params, source, valid, positions)
+
+    def attend(
+        self,
+        inputs_q: Array,
+        side: KeySide,
+        mask: Mask | Array | None = None,
+        bias: Array | None = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        positions: Array | None = None,
+        valid: Array | None = None,
+        capture: tuple[str, ...] = (),
+        return_aux: bool = False,
+    ) -> Any:
+        """Attention of `inputs_q` against a source that `key_side` projected.
+
+        Args:
+            inputs_q: [..., q, m].
+            side: what `key_side` returned; its invalid rows are hidden.
+            valid: [..., q] bool; query rows that are not are zeroed and count in no statistic.
+            positions: [..., q]; None counts from 0.
+            mask, bias, deterministic, rngs, sow_weights, capture, return_aux: as in the call.
+        """
+        params, inputs_q = self._cast(self.params(), inputs_q)
+        batch = _check_state("inputs_q", inputs_q, "q", self.in_features, "in_features=...").shape[:-2]
+        named = self._named(batch, bias, deterministic, rngs, sow_weights, capture)
+        read = read_mask(mask, batch)
+        with at_precision(self.precision):
+            y, aux = self.attn.attend(params, inputs_q, side, read, positions=positions, valid=valid, **named)
+        return self._finish(y, aux, sow_weights, capture, return_aux)
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
+        """Put an empty cache into the module, for calls with decode=True.
+
+        Args:
+            input_shape: [..., size, m]: batch axes, rows that fit, width of the states.
+            dtype: that of the module, else of states and parameters.
+
+        Example:
+            >>> layer = MultiHeadAttention(num_heads=2, in_features=6, decode=True, rngs=nnx.Rngs(0))
+            >>> layer.init_cache((4, 8, 6))
+            >>> layer(jnp.ones((4, 3, 6), jnp.float32)).shape, int(layer.cache_index[...])
+            ((4, 3, 6), 3)
+        """
+        if len(input_shape) < 2 or input_shape[-1] != self.in_features:
+            raise ValueError(
+                f"init_cache: input_shape = {tuple(input_shape)}, expected [..., size, m] with width m = "
+                f"{self.in_features}. Fix: the shape of the whole input, batch axes first."
+            )
+        *batch, size, _ = input_shape
+        self._new_cache(tuple(batch), size, dtype)
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """What `nnx.view` sets.
+
+        Args:
+            deterministic: evaluation, without dropout.
+            decode: whether calls append to the cache and attend to it.
+            batch_size: batch axes of the cache.
+            max_length: rows that fit into the cache; with another size than it has, a new one, empty.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is None:
+            return
+        self.decode = decode
+        if not decode or (self.cached_key is not None and batch_size is None and max_length is None):
+            return
+        if batch_size is None or max_length is None:
+            what = "batch_size" if batch_size is None else "max_length"
+            raise TypeError(
+                f"set_view: decode=True makes a cache, and {what} is None. "
+                "Fix: nnx.view(model, decode=True, batch_size=..., max_length=...)."
+            )
+        batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+        if self.cached_key is not None and self.cached_key.shape[:-2] == (*batch, max_length):
+            return
+        self._new_cache(batch, max_length, self.param_dtype if self.dtype is None else self.dtype)
 
     def params(self) -> PyTree:
         """The parameters as the plain tree that `self.attn` takes."""
-        return {name: _as_dict(getattr(self, name)) for name in LEAVES if hasattr(self, name)}
+        nodes = {name: getattr(self, name) for name in LEAVES}
+        return {name: _as_dict(node) for name, node in nodes.items() if node is not None}
+
+    def _new_cache(self, batch: tuple[int, ...], size: int, dtype: DTypeLike) -> None:
+        for name, value in split_cache(self.attn.empty_cache(batch, size, dtype=dtype)).items():
+            setattr(self, name, nnx.Cache(value))
+
+    def _cache_for(self, source: Any, qkv_sharding: Any) -> dict[str, nnx.Cache[Any]]:
+        """The variables of the cache; raises where a call cannot use them."""
+        if source is not None:
+            raise ValueError(
+                "inputs_k: given in decode, where rows of inputs_q are appended to the cache and attend to "
+                "it. Fix: leave it out for self-attention; for a source, side = layer.key_side(inputs_k) "
+                "once and layer.attend(inputs_q, side) at each step, or decode=False in this call."
+            )
+        if qkv_sharding is not None:
+            raise ValueError(
+                "qkv_sharding: given in decode, where the cache has a sharding of its own. Fix: leave it "
+                "out, and place the variables of nnx.Cache."
+            )
+        held = {name: getattr(self, name) for name in CACHED}
+        if None in held.values():
+            raise ValueError(
+                "decode: the module has no cache. Fix: layer.init_cache(input_shape), or nnx.view(model, "
+                "decode=True, batch_size=..., max_length=...)."
+            )
+        return held
+
+    def _named(self, batch, bias, deterministic, rngs, sow: bool, capture: tuple[str, ...]) -> dict[str, Any]:
+        """What every way to attend takes by name."""
+        return dict(
+            bias=read_bias(bias, batch),
+            engine=self.engine,
+            dropout_key=self._dropout_key(deterministic, rngs),
+            capture=(*capture, SOWN) if sow and SOWN not in capture else capture,
+        )
+
+    def _finish(self, y: Array, aux: Aux, sow: bool, capture: tuple[str, ...], return_aux: bool) -> Any:
+        if sow:
+            self.sow(nnx.Intermediate, "attention_weights", aux.captured[SOWN])
+        aux = aux._replace(captured={name: aux.captured[name] for name in capture})
+        return (y, aux) if return_aux else y
+
+    def _cast(self, *trees: PyTree) -> tuple[Any, ...]:
+        if self.dtype is None:
+            return trees
+        return jax.tree.map(lambda x: jnp.asarray(x, self.dtype), trees)
 
     def _dropout_key(self, deterministic: bool | None, rngs: Any) -> Array | None:
         spec = self.attn.spec
@@ -192,24 +460,52 @@ class MultiHeadAttention(nnx.Module):
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
 
-def _as_node(leaves: PyTree) -> Any:
-    """A tree of arrays as a module's attribute: dicts of parameters."""
-    if isinstance(leaves, dict):
-        return nnx.Dict({name: _as_node(leaf) for name, leaf in leaves.items()})
-    return nnx.Param(leaves)
+def _as_node(as_param: Callable[[tuple[str, ...], Array], nnx.Param], path: tuple[str, ...], leaves: PyTree):
+    """A tree of arrays as a module's attribute: dicts of parameters; None where Flax has None."""
+    if leaves is None:
+        return nnx.data(None)
+    if not isinstance(leaves, dict):
+        return as_param(path, leaves)
+    nodes = {name: _as_node(as_param, (*path, name), leaf) for name, leaf in leaves.items()}
+    if "kernel" in nodes and "bias" not in nodes and path[0] != "heads":
+        nodes["bias"] = nnx.data(None)
+    return nnx.Dict(nodes)
 
 
 def _as_dict(node: Any) -> PyTree:
+    """The arrays alone: not None, and not what `nnx.capture` hangs onto every module."""
     if isinstance(node, nnx.Dict):
-        return {name: _as_dict(leaf) for name, leaf in node.items()}
+        leaves = node.items()
+        return {name: _as_dict(leaf) for name, leaf in leaves if isinstance(leaf, (nnx.Variable, nnx.Dict))}
     return node[...]
 
 
-def _cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
+def _check_attention_fn(function: Any) -> None:
+    if function is not None and function is not nnx.dot_product_attention:
+        raise ValueError(
+            f"attention_fn: got {function!r}, expected None or nnx.dot_product_attention: a layer runs this "
+            "library's form alone. Fix: rotary=ja.Rotary(...) for rotary positions, variant=... for another "
+            "mathematics of heads, engine=... for another way to run it."
+        )
 
 
-def _as_mask(mask: Mask | Array | None) -> Mask | None:
-    if mask is None or isinstance(mask, Mask) or getattr(mask, "dtype", None) != jnp.bool_:
-        return mask  # pyright: ignore[reportReturnType]  (what is no mask is refused by name in apply)
-    return from_flax(mask)
+def _check_promotion(**functions: Any) -> None:
+    for name, function in functions.items():
+        if function is not None and function is not promote_dtype:
+            raise ValueError(
+                f"{name}_promote_dtype: got {function!r}, expected None or Flax's promote_dtype. Fix: "
+                "dtype=, the type to compute in, or cast the states and parameters."
+            )
+
+
+def _refuse_in_decode(source: bool) -> None:
+    if source:
+        raise ValueError(
+            "inputs_k: given in decode, where rows of inputs_q are appended to the cache and attend to it. "
+            "Fix: leave it out for self-attention; for a source of its own, side = layer.key_side(inputs_k) "
+            "once and layer.attend(inputs_q, side) at each step, or decode=False in this call."
+        )
+    raise ValueError(
+        "qkv_sharding: given in decode, where the cache has a sharding of its own. Fix: leave it out, and "
+        "place the variables of nnx.Cache."
+    )

@@ -250,10 +250,7 @@ def test_pub_30_one_seed_is_one_run():
 
 
 def test_pub_30_long_rows_take_linear_memory():
-    """B=1, H=4, L=4096, float32: dense scores alone are 268,435,456 bytes.
-
-    The case's line on two host devices belongs to sharding, which the design builds later.
-    """
+    """B=1, H=4, L=4096, float32: dense scores alone are 268,435,456 bytes. Two devices: test_sharding.py."""
     attn = ja.attention(ja.HeadSpec(model=12, heads=4, d_qk=3, d_v=2))
     params = attn.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (1, 4096, 12), jnp.float32)

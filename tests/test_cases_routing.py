@@ -13,6 +13,8 @@ from cases import CASES, expected
 import jaxattn as ja
 import variants
 
+pytestmark = pytest.mark.heavy
+
 # The router's kernel is the identity, so that a token state is its own router logits.
 SPEC = ja.HeadSpec(model=4, heads=6, d_qk=3, d_v=2)
 LOGITS = jnp.asarray(list(CASES["PUB-24"]["input"]["router_logits"].values()), float)

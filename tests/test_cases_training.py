@@ -20,6 +20,8 @@ import pytest
 import jaxattn as ja
 from experiments.lib import batches, folder, train
 
+pytestmark = pytest.mark.heavy
+
 RATE = optax.linear_schedule(0.0, 1e-2, transition_steps=6)
 
 

@@ -13,6 +13,8 @@ from jaxattn.check.laws import LAWS, SIZES
 from jaxattn.check.report import assert_laws, run
 from jaxattn.check.subject import SUBJECTS, of_function
 
+pytestmark = pytest.mark.heavy
+
 UNPLANTED = {  # laws without a fault of their own; each is shown to fail below
     "output-shape", "value-width", "deterministic", "under-jit", "batch-independence", "under-vmap",
     "heads-permuted", "decode-parity", "cross-lengths",
@@ -26,12 +28,10 @@ def rulings(function, *laws, **named):
     return {ruled.law: ruled for ruled in report.rulings}
 
 
-@pytest.mark.heavy
 def test_the_right_program_holds_every_law():
     assert_laws(of_function(right, name="right"), quick=True)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_breaks_its_law(name):
     fault = FAULTS[name]
@@ -100,7 +100,6 @@ PLANTED = {
 }
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("law", PLANTED)
 def test_laws_without_a_fault_in_the_table_can_break(law):
     ruled = rulings(PLANTED[law], law)[law]
@@ -164,7 +163,6 @@ def test_the_command_line_says_by_its_status(monkeypatch, tmp_path, capsys):
     assert "no.such" in capsys.readouterr().err
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["jaxattn", "jax.nn", "flax.nnx", "flax.linen"])
 def test_adapters_ask_the_same_question(name):
     """Every adapter reaches its library, and plain values agree."""

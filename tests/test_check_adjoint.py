@@ -14,6 +14,8 @@ import variants
 from jaxattn.check import adjoint
 from jaxattn.check.differences import noise, slope
 
+pytestmark = pytest.mark.heavy
+
 ROWS, MODEL, HEADS, WIDTH = 5, 7, 3, 2
 AXES = {"query": "m h d", "key": "m h d", "value": "m h d", "mix": "i o", "out": "h d m", "x": "t m"}
 
@@ -320,7 +322,6 @@ def our_attention(name):
     return attn, table.drawn(attn, np.random.default_rng(1)), fn, states
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", NULLS)
 def test_ours_passes_and_its_nulls_are_the_named_ones(name):
     attn, params, fn, x = our_attention(name)

@@ -16,6 +16,8 @@ from jaxattn.check.invariants import agree
 from jaxattn.check.stages import STAGES, Stages
 from jaxattn.check.trace import trace, trace_of
 
+pytestmark = pytest.mark.heavy
+
 B, Q, K, H, D, V = 2, 5, 7, 3, 4, 11
 M = H * D
 
@@ -54,7 +56,6 @@ def test_every_variant_is_whole(name):
     assert "hidden source row" in moved.name and moved.holds and moved.measured == 0
 
 
-@pytest.mark.heavy
 def test_rotary_norms_soft_cap_bias_sharing_and_two_sources():
     spec = ja.HeadSpec(
         model=M, heads=6, kv_heads=2, d_qk=D, d_v=5, in_k=13, in_v=17, out=19, use_bias=True, softcap=2.0,

@@ -20,6 +20,8 @@ import variants
 from jaxattn import CrossMemory, Identity, Life, check_cross_mask, content_digest, expected_identity
 from jaxattn.cross import TRANSITIONS
 
+pytestmark = pytest.mark.heavy
+
 B, Q, S, MODEL, SOURCE, G = 2, 5, 7, 11, 13, 3
 SPEC = ja.HeadSpec(model=MODEL, heads=4, d_qk=6, d_v=3, in_k=SOURCE, in_v=SOURCE)
 NAMED = Identity(
@@ -254,7 +256,6 @@ class TestIdentity:
             jax.make_jaxpr(content_digest)(source)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", variants.VARIANTS)
 def test_attached_shared_and_expanded_equal_the_direct_call(name):
     valid = ((True,) * 4 + (False,) * 3, (True,) * S)

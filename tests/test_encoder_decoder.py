@@ -14,6 +14,8 @@ import jaxattn as ja
 import variants
 from experiments.lib.encoder_decoder import EncoderDecoder, Shape, attach, beam, greedy
 
+pytestmark = pytest.mark.heavy
+
 BATCH, SOURCE, SYMBOLS = 2, 5, 7
 TARGETS = (3, SOURCE)  # rectangular, and square, where nothing but names tells rows from keys
 TRANSFORMS = {

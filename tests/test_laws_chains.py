@@ -16,6 +16,8 @@ import jaxattn as ja
 import variants
 from jaxattn.transform import place
 
+pytestmark = pytest.mark.heavy
+
 
 def fixed_mix(name: str, site: str, matrix: np.ndarray) -> ja.HeadTransform:
     """A learned-free mix of heads at one site."""

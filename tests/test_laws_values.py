@@ -12,6 +12,8 @@ import table
 import jaxattn as ja
 import variants
 
+pytestmark = pytest.mark.heavy
+
 DIRECTIONS = 3
 
 

@@ -26,6 +26,8 @@ from jaxattn import manifest_form
 from jaxattn.engines.call import CAPTURES
 from jaxattn.manifest import RULES, Checkpoint, Current, Manifest, NotAdmitted, Release, admit, schema
 
+pytestmark = pytest.mark.heavy
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 # The article's own record (section 0x01A), shortened as it is there.

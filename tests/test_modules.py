@@ -107,8 +107,10 @@ def test_dtype_computes_in_half_and_keeps_parameters():
 
 def test_what_is_no_mask_is_refused_by_name():
     layer = ja.MultiHeadAttention(H, M, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="from_additive"):
-        layer(states(T, M), mask=jnp.zeros((T, T), jnp.float32))
+    with pytest.raises(TypeError, match="mask"):
+        layer(states(T, M), mask="causal")
+    with pytest.raises(ValueError, match=r"axis 'k' has size 4, expected 5"):
+        layer(states(T, M), mask=jnp.ones((T, 4), bool))
 
 
 def test_widths_that_do_not_divide_are_refused():

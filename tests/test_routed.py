@@ -12,6 +12,8 @@ import jaxattn as ja
 import variants
 from jaxattn import route
 
+pytestmark = pytest.mark.heavy
+
 ROWS, KEYS, MODEL, HEADS = 37, 23, 11, 6
 SEEN = np.random.default_rng(0).random((HEADS, ROWS, ROWS)) < 0.5
 MASKS = {
@@ -122,7 +124,6 @@ def test_hidden_rows_reach_nothing_even_as_nan():
     np.testing.assert_array_equal(step(poisoned), step(x.at[:, np.arange(ROWS) % 5 == 2].set(0)))
 
 
-@pytest.mark.heavy
 def test_law_9_forward_and_reverse_are_adjoint_and_modes_nest():
     attn, params, x = made()
     u = jnp.asarray(np.random.default_rng(2).normal(size=x.shape))

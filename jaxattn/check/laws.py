@@ -88,7 +88,8 @@ def draw(
     b, h, q, k, d, v, g = sizes
     k, g, v = (q if square else k), (g if groups else h), (v + 1 if wide else d)
     shapes = (b, q, h, d), (b, k, g, d), (b, k, g, v)
-    return Call(*(jnp.asarray(rng.normal(size=s).astype(np.float32)) for s in shapes))
+    query, key, value = (jnp.asarray(rng.normal(size=s).astype(np.float32)) for s in shapes)
+    return Call(query, key, value)
 
 
 def loops(call: Call) -> np.ndarray:
@@ -248,7 +249,8 @@ def values(subject, sizes):
 @law("numbers", "float64 inputs are computed in float64, softmax included", "float64", plain=True)
 def float64_throughout(subject, sizes):
     with _float64():
-        call = Call(*_doubles(sizes, 0))
+        query, key, value = _doubles(sizes, 0)
+        call = Call(query, key, value)
         out = subject.attend(call)
         return Outcome(distance(out, loops(call)), DOUBLE, f"output is {out.dtype}")
 
@@ -382,7 +384,8 @@ def under_jit(subject, sizes):
 @law("behaviour", "an example alone gives what it gives in a batch")
 def batch_independence(subject, sizes):
     call = draw(sizes._replace(b=3), square=True)
-    alone = subject.attend(Call(*(x[1:2] for x in call[:3])))
+    second = lambda x: x[1:2]
+    alone = subject.attend(Call(second(call.query), second(call.key), second(call.value)))
     return Outcome(distance(np.asarray(subject.attend(call))[1:2], alone), SINGLE)
 
 
@@ -397,7 +400,8 @@ def under_vmap(subject, sizes):
 def heads_permuted(subject, sizes):
     call = draw(sizes)
     order = np.roll(np.arange(sizes.h), 1)
-    turned = Call(*(x[:, :, order] for x in call[:3]))
+    turn = lambda x: x[:, :, order]
+    turned = Call(turn(call.query), turn(call.key), turn(call.value))
     return Outcome(distance(subject.attend(turned), np.asarray(subject.attend(call))[:, :, order]), SINGLE)
 
 
@@ -441,8 +445,8 @@ def finite_differences(subject, sizes):
 @law("behaviour", "second derivatives exist, and are symmetric", "float64", "tracing")
 def second_order(subject, sizes):
     with _float64():
-        query, *rest = _doubles(SIZES[1], 0)
-        loss = lambda x: jnp.sum(jnp.sin(subject.attend(Call(x.reshape(query.shape), *rest))))
+        query, key, value = _doubles(SIZES[1], 0)
+        loss = lambda x: jnp.sum(jnp.sin(subject.attend(Call(x.reshape(query.shape), key, value))))
         square = np.asarray(jax.jit(jax.jacfwd(jax.grad(loss)))(query.ravel()))
         off = distance(square, square.T)
         return Outcome(off if np.abs(square).max() > 0 else np.inf, 1e-10)

@@ -2,9 +2,10 @@
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.check.laws import LAWS, SIZES, Law, Outcome, Sizes, draw
@@ -150,13 +151,13 @@ def _judge(law: Law, subject: Subject, sizes: tuple[Sizes, ...]) -> Ruled:
 
 def _biased(call: Call) -> Call:
     (b, q, h, _), k = call.query.shape, call.key.shape[1]
-    return call._replace(bias=np.ones((b, h, q, k), np.float32))
+    return call._replace(bias=jnp.ones((b, h, q, k), jnp.float32))
 
 
-ASKING = {
+ASKING: dict[Feature, Callable[[Call], Call]] = {
     "causal": lambda call: call._replace(causal=True),
     "bias": _biased,
-    "d_v": lambda call: call._replace(value=np.concatenate([call.value, call.value], -1)),
+    "d_v": lambda call: call._replace(value=jnp.concatenate([call.value, call.value], -1)),
     "gqa": lambda call: call._replace(key=call.key[:, :, :1], value=call.value[:, :, :1]),
 }
 

@@ -127,7 +127,8 @@ def of_function(
         rows = [
             {k: jnp.broadcast_to(v, (size, *v.shape[1:]))[b] for k, v in arrays.items()} for b in range(size)
         ]
-        return jnp.stack([one(*(x[b] for x in sides), rows[b] | flags) for b in range(size)])
+        query, key, value = sides
+        return jnp.stack([one(query[b], key[b], value[b], rows[b] | flags) for b in range(size)])
 
     title = name or getattr(function, "__qualname__", repr(function))
     return Subject(title, attend, frozenset(supports))
@@ -220,7 +221,7 @@ def flax_linen() -> Subject:
         params["out"] = {"kernel": kernel.transpose(1, 2, 0)}
         states = (_states(x) for x in (call.query, call.key, call.value))
         rngs = {} if dropout_key is None else {"dropout": dropout_key}
-        out = layer.apply({"params": params}, *states, mask=call.mask, rngs=rngs)
+        out: Any = layer.apply({"params": params}, *states, mask=call.mask, rngs=rngs)
         return einops.rearrange(out, "b q (h v) -> b q h v", h=heads)
 
     supports = frozenset(FEATURES) - {"bias", "d_v", "gqa", "causal"}
@@ -249,8 +250,8 @@ def equinox() -> Subject:
         layer = eqx.tree_at(where, layer, [eye(heads * width)] * 2 + [eye(heads * v)] * 2)
         shape = (len(call.query), heads, call.query.shape[1], call.key.shape[1])
         mask = jnp.ones(shape, bool) if call.mask is None else jnp.broadcast_to(call.mask, shape)
-        states = (_states(x) for x in (call.query, call.key, call.value))
-        out = jax.vmap(lambda q, k, v, mask: layer(q, k, v, mask=mask))(*states, mask)
+        query, key, value = (_states(x) for x in (call.query, call.key, call.value))
+        out = jax.vmap(lambda q, k, v, mask: layer(q, k, v, mask=mask))(query, key, value, mask)
         return einops.rearrange(out, "b q (h v) -> b q h v", h=heads)
 
     supports = frozenset({"mask", "head_mask", "d_v", "cross", "float64", "tracing"})

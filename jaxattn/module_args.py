@@ -1,0 +1,220 @@
+"""What the arguments of a Flax module mean to the pure functions: masks, precision, positions, decode."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+
+from jaxattn.attention import Attention, Aux
+from jaxattn.cache import Cache
+from jaxattn.masks import Frame, Mask, as_mask, causal, from_flax, padding
+from jaxattn.transform import HeadTransform, Site
+
+PyTree = Any
+
+
+def read_mask(mask: Any, batch: tuple[int, ...]) -> Mask | None:
+    """A mask as Flax's users give it, as a `ja.masks` value.
+
+    Args:
+        mask: a `ja.masks` value, returned as it is; or an array that broadcasts from the right to
+            [..., h, q, k], boolean or of numbers, True or not 0 = visible.
+        batch: the batch axes of the call.
+
+    Raises:
+        ValueError: for numbers other than 0 and 1, where values are known: an additive mask.
+
+    Example:
+        >>> read_mask(jnp.array([[1.0, 0.0], [1.0, 1.0]]), batch=())
+        explicit(q k: 2x2)
+    """
+    if mask is None or isinstance(mask, Mask) or not hasattr(mask, "ndim"):
+        return mask  # what is no mask is refused by name where it is used
+    axes = 3 if mask.ndim <= 3 else 3 + len(batch)
+    return from_flax(mask[(None,) * max(0, axes - mask.ndim)])
+
+
+def read_bias(bias: Any, batch: tuple[int, ...]) -> Any:
+    """A bias that broadcasts from the right to [..., h, q, k], with the batch axes of the call or none.
+
+    Example:
+        >>> read_bias(jnp.zeros((1, 3, 5, 5)), batch=(2,)).shape
+        (3, 5, 5)
+    """
+    if bias is None or not hasattr(bias, "ndim"):
+        return bias
+    bias = bias[(None,) * max(0, 3 - bias.ndim)]
+    lead = bias.shape[:-3]
+    if set(lead) <= {1}:
+        return bias.reshape(bias.shape[-3:])
+    fits = len(lead) <= len(batch) and all(
+        n in (1, size) for n, size in zip(lead[::-1], batch[::-1], strict=False)
+    )
+    return jnp.broadcast_to(bias, (*batch, *bias.shape[-3:])) if fits else bias  # else refused with its axes
+
+
+def seen_rows(mask: Any, batch: tuple[int, ...]) -> Array | None:
+    """The source rows that a mask array shows to some query, bool [k] or [..., k]; None where all may be.
+
+    A row that no query sees has no influence. Known, it is zeroed before it is projected, so that not even
+    NaN in it matters.
+
+    Example:
+        >>> seen_rows(jnp.array([[True, False, False], [True, True, False]]), batch=())
+        Array([ True,  True, False], dtype=bool)
+    """
+    if isinstance(mask, Mask) or getattr(mask, "ndim", 0) == 0 or mask.shape[-1] == 1:
+        return None
+    rows = mask != 0
+    seen = rows.any(tuple(range(max(0, rows.ndim - 3), rows.ndim - 1)))
+    if isinstance(seen, np.ndarray) and seen.all():
+        return None
+    if set(seen.shape[:-1]) <= {1}:
+        return jnp.asarray(seen.reshape(-1))
+    return jnp.broadcast_to(seen, (*batch, seen.shape[-1]))
+
+
+def precision_name(precision: Any) -> str | None:
+    """The name of a matrix precision, as `jax.default_matmul_precision` knows it.
+
+    Raises:
+        ValueError: for a pair whose two sides differ.
+
+    Example:
+        >>> precision_name(jax.lax.Precision.HIGHEST), precision_name(("high", "high"))
+        ('highest', 'high')
+    """
+    if isinstance(precision, (tuple, list)):
+        names = {precision_name(one) for one in precision}
+        if len(names) == 1:
+            return names.pop()
+        raise ValueError(
+            f"precision: got the pair {precision!r}, expected one precision for both sides of every product. "
+            "Fix: precision='high', or another name of jax.lax.Precision."
+        )
+    if precision is None or isinstance(precision, str):
+        return precision
+    name = str(precision.name)
+    return name.lower() if isinstance(precision, jax.lax.Precision) else name
+
+
+def at_precision(precision: Any) -> contextlib.AbstractContextManager:
+    """A context in which every matrix product has this precision; None leaves the caller's."""
+    name = precision_name(precision)
+    return contextlib.nullcontext() if name is None else jax.default_matmul_precision(name)
+
+
+def pair_positions(positions: Any, input_positions: Array | None, cross: bool, k_len: int) -> tuple[Any, Any]:
+    """Positions of queries and keys, from ours or from Flax's `input_positions`, which holds for both.
+
+    Args:
+        positions: [..., t], or a pair for queries and keys; the first alone is also that of the keys in
+            self-attention.
+        input_positions: [..., t] of both sides.
+        cross: whether the source is another than the queries.
+        k_len: source rows.
+    """
+    if input_positions is None:
+        if isinstance(positions, tuple):
+            return positions
+        return positions, None if cross else positions
+    if positions is not None:
+        raise ValueError("positions: given beside input_positions, expected one of them. Fix: leave one out.")
+    given = np.shape(input_positions)[-1]
+    if cross and given != k_len:
+        raise ValueError(
+            f"input_positions: {given} of them for {k_len} keys, expected one for each query and the same "
+            "for the keys. Fix: positions=(of_queries, of_keys)."
+        )
+    return input_positions, input_positions
+
+
+def placed(x: Array, sharding: Any) -> Array:
+    """`x` with a sharding: moved where mesh axes are explicit, else constrained; None asks for nothing."""
+    if sharding is None:
+        return x
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in tuple(mesh.axis_types):
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def with_heads_placed(attn: Attention, sharding: Any) -> Attention:
+    """The same attention whose projected queries, keys and values [..., t, h, d] have a sharding."""
+    if sharding is None:
+        return attn
+
+    def query_side(params, x_q, side, at):
+        return side._replace(query=placed(side.query, sharding))
+
+    def key_side(params, x_k, side, at):
+        return side._replace(key=placed(side.key, sharding), value=placed(side.value, sharding))
+
+    link = HeadTransform("qkv_sharding", query_side=query_side, key_side=key_side)
+    return attn._replace(links=(*attn.links, link), sites=(*attn.sites, Site(attn.sizes)))
+
+
+def attend_whole(
+    attn: Attention,
+    params: PyTree,
+    x_q: Array,
+    source: Any,
+    mask: Any,
+    is_causal: bool,
+    valid: Array | None,
+    positions: tuple[Any, Any],
+    named: dict[str, Any],
+) -> tuple[Array, Aux]:
+    """One call without a cache.
+
+    Args:
+        attn, params, x_q: as in `Attention.apply`.
+        source: [..., k, m_k], a pair, or None for self-attention.
+        mask: what `read_mask` takes.
+        is_causal: hide keys at later positions.
+        valid: [..., k] bool, source rows that are real.
+        positions: of queries and keys.
+        named: what else `Attention.apply` and `Attention.attend` both take.
+    """
+    batch = x_q.shape[:-2]
+    rows = x_q if source is None else source
+    k_len = (rows[0] if isinstance(rows, tuple) else rows).shape[-2]
+    read = as_mask(read_mask(mask, batch))
+    read.check(Frame(x_q.shape[-2], k_len, batch=batch), None)
+    seen = seen_rows(mask, batch)
+    if is_causal:
+        read &= causal()
+    if valid is not None:
+        read &= padding(valid)
+    if seen is None:
+        return attn.apply(params, x_q, source, read, positions=positions, **named)
+    real = read.source_valid(k_len)
+    side = attn.key_side(params, rows, seen if real is None else seen & real, positions[1])
+    q_valid = real if source is None else None
+    return attn.attend(params, x_q, side, read, valid=q_valid, positions=positions[0], **named)
+
+
+def attend_cached(
+    attn: Attention,
+    params: PyTree,
+    cache: Cache,
+    x: Array,
+    mask: Any,
+    valid: Array | None,
+    positions: Array | None,
+    named: dict[str, Any],
+) -> tuple[Array, Aux, Cache]:
+    """Rows that are appended to a cache and attend to all rows so far; NaN where they did not fit.
+
+    `Attention.decode`, with the bias and dropout that `named` may hold.
+    """
+    if positions is None:
+        positions = cache.count + jnp.arange(x.shape[-2], dtype=jnp.int32)
+    after = attn.append(params, cache, x, valid, positions)
+    seen = as_mask(read_mask(mask, x.shape[:-2])) & causal()
+    y, aux = attn.attend(params, x, after.side, seen, valid=valid, positions=positions, **named)
+    return jnp.where(after.refused, jnp.nan, y).astype(y.dtype), aux, after
