@@ -7,11 +7,13 @@ import types
 import jax.numpy as jnp
 import pytest
 
+import jaxattn as ja
+import variants
 from jaxattn.check import __main__ as command
 from jaxattn.check.faults import FAULTS, right
 from jaxattn.check.laws import LAWS, SIZES
 from jaxattn.check.report import assert_laws, run
-from jaxattn.check.subject import SUBJECTS, of_function
+from jaxattn.check.subject import SUBJECTS, of_attention, of_function
 
 pytestmark = pytest.mark.heavy
 
@@ -169,3 +171,12 @@ def test_adapters_ask_the_same_question(name):
     laws = ["output-shape", "values", "mask-polarity", "causal-square", "gqa-order"]
     report = run(SUBJECTS[name](), laws=laws)
     assert report.passed and sum(r.ruling == "holds" for r in report.rulings) >= 3
+
+
+def test_a_variant_is_asked_as_a_sublayer_of_merged_heads():
+    attn_of = lambda spec: ja.attention(spec, variants.mohsa(overlap=4))
+    laws = ["output-shape", "hidden-nan-value", "causality", "values"]
+    report = run(of_attention("mohsa", attn_of, "blocked", least_width=4), laws=laws, quick=True)
+    assert [ruled.ruling for ruled in report.rulings] == ["holds", "holds", "holds", "not asked"]
+    narrow = run(of_attention("mohsa", attn_of, "blocked"), laws=laws[:1], quick=True)
+    assert narrow.rulings[0].ruling == "raises" and "overlap = 4" in narrow.rulings[0].note

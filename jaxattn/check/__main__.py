@@ -29,7 +29,7 @@ def subjects(name: str, layout: str) -> Iterator[Subject]:
     for variant, make in registry.items():
         for engine in ("dense", "blocked"):
             attn_of = lambda spec, make=make: ja.attention(spec, make())
-            yield of_attention(f"{variant} on {engine}", attn_of, engine)
+            yield of_attention(f"{variant} on {engine}", attn_of, engine, least_heads=4, least_width=4)
 
 
 def main(arguments: list[str] | None = None) -> int:

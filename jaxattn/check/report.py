@@ -112,7 +112,8 @@ def run(subject: Subject, *, laws: Iterable[str] | None = None, quick: bool = Fa
     for name in names:
         if name not in LAWS:
             raise ValueError(f"laws: got {name!r}, expected some of {', '.join(LAWS)}.")
-    sizes = SIZES[:2] if quick else SIZES
+    fit = tuple(s for s in SIZES if s.h >= subject.least_heads and s.d >= subject.least_width)
+    sizes = fit[:2] if quick else fit
     rulings = [_judge(LAWS[name], subject, sizes) for name in names]
     if laws is None:
         rulings += [_refusal(subject, feature) for feature in ASKING if feature not in subject.supports]
@@ -165,7 +166,7 @@ ASKING: dict[Feature, Callable[[Call], Call]] = {
 def _refusal(subject: Subject, feature: Feature) -> Ruled:
     """Whether a call that needs what the subject declares it cannot raises."""
     says = f"{feature} is declared impossible, so asking for it raises"
-    head, size = (f"{feature}-refused", "behaviour", says), SIZES[1]
+    head, size = (f"{feature}-refused", "behaviour", says), SIZES[-1]
     try:
         subject.attend(ASKING[feature](draw(size, square=True)))
     except Exception as error:  # any error is a refusal

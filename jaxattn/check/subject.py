@@ -4,6 +4,7 @@ A `Call` asks for attention of given heads. An adapter turns it into the call of
 back into [b, q, h, v]; it adds no mathematics.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -57,6 +58,7 @@ class Subject(NamedTuple):
         plain: whether it is softmax(q k / sqrt(d)) v head by head; a variant that mixes heads is not, and
             laws about values and single heads do not apply to it.
         version: of the library.
+        least_heads, least_width: sizes with fewer or narrower heads are left out.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Subject(NamedTuple):
     supports: frozenset[str] = frozenset(FEATURES)
     plain: bool = True
     version: str = ""
+    least_heads: int = 1
+    least_width: int = 1
 
 
 def of_function(
@@ -287,11 +291,27 @@ def torch_sdpa() -> Subject:
     return Subject("torch.sdpa", attend, supports, version=f"torch {torch.__version__}")
 
 
-def of_attention(name: str, attn_of: Callable[[ja.HeadSpec], ja.Attention], engine: str = "dense") -> Subject:
+def of_attention(
+    name: str,
+    attn_of: Callable[[ja.HeadSpec], ja.Attention],
+    engine: str = "dense",
+    least_heads: int = 1,
+    least_width: int = 1,
+) -> Subject:
     """An attention of this library whose states are the merged heads of a call; its parameters are redrawn.
 
     It is checked as a whole sublayer: outputs are states, cut into as many heads.
     """
+
+    @functools.cache
+    def built(heads: int, width: int, v: int, dtype: Any) -> tuple[ja.Attention, Any]:
+        spec = ja.HeadSpec(model=heads * width, heads=heads, in_v=heads * v, out=heads * v, use_bias=False)
+        with jax.ensure_compile_time_eval():  # kept, so it must not belong to a trace
+            attn = attn_of(spec)
+            leaves, tree = jax.tree.flatten(attn.init(jax.random.key(0), dtype))
+            rng = np.random.default_rng(0)
+            draw = lambda x: jnp.asarray(rng.normal(size=x.shape) / max(1, x.shape[0]) ** 0.5, dtype)
+            return attn, tree.unflatten(list(map(draw, leaves)))
 
     def attend(call: Call) -> Array:
         if call.key.shape[2] != call.query.shape[2]:
@@ -299,24 +319,18 @@ def of_attention(name: str, attn_of: Callable[[ja.HeadSpec], ja.Attention], engi
         if call.bias is not None or call.dropout is not None:
             raise NotImplementedError("bias, dropout: not asked of a variant here.")
         heads, width, v = *call.query.shape[2:], call.value.shape[3]
-        spec = ja.HeadSpec(model=heads * width, heads=heads, in_v=heads * v, out=heads * v, use_bias=False)
-        attn, dtype = attn_of(spec), call.query.dtype
-        params = attn.init(jax.random.key(0), dtype)
-        leaves, tree = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(1), len(leaves))
-        draw = lambda rng, x: jax.random.normal(rng, x.shape, dtype) / max(1, x.shape[0]) ** 0.5
-        params = tree.unflatten(list(map(draw, keys, leaves)))
-        mask = ja.causal() if call.causal else None
+        attn, params = built(heads, width, v, call.query.dtype)
+        mask = ja.causal() if call.causal else ja.everything()
         if call.mask is not None:
-            seen = ja.masks.from_flax(call.mask)
-            mask = seen if mask is None else mask & seen
+            real = jnp.broadcast_to(call.mask.any((1, 2)), call.key.shape[:2])
+            mask = mask & ja.masks.from_flax(call.mask) & ja.padding(real)
         x_q, x_k, x_v = (_states(x) for x in (call.query, call.key, call.value))
         y, _ = attn.apply(params, x_q, (x_k, x_v), mask, engine=engine)
         return einops.rearrange(y, "b q (h v) -> b q h v", h=heads)
 
     supports = frozenset({"mask", "causal", "cross", "d_v", "float64", "tracing"})
     version = f"jaxattn {importlib.metadata.version('jaxattn')}"
-    return Subject(name, attend, supports, plain=False, version=version)
+    return Subject(name, attend, supports, False, version, least_heads, least_width)
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
