@@ -188,7 +188,9 @@ def decode(
     *,
     valid: Array | None = None,
     positions: Array | None = None,
+    bias: Array | None = None,
     engine: str = "auto",
+    dropout_key: Array | None = None,
     capture: tuple[str, ...] = (),
 ) -> tuple[Array, Any, Cache]:
     """Append rows and let them attend to all rows so far: a prompt, a chunk, or one step.
@@ -201,7 +203,7 @@ def decode(
         x: [..., t, m], rows that are queries and keys.
         mask: what more to hide, by position (`ja.window`), or by the cache's rows (axes k of its size).
             Causality always holds.
-        engine, capture: as in `apply`.
+        bias, engine, dropout_key, capture: as in `apply`; k counts the cache's rows.
 
     Returns:
         y [..., t, m], `Aux`, and the cache with these rows. y is NaN where `Cache.refused`.
@@ -215,8 +217,10 @@ def decode(
     seen = as_mask(mask) & causal()
     if cache.window is not None:
         seen = seen & window(cache.window)
-    named = dict(valid=valid, positions=positions, engine=engine, capture=capture)
-    y, aux = attn.attend(params, x, after.side, seen, **named)
+    y, aux = attn.attend(
+        params, x, after.side, seen, valid=valid, positions=positions, bias=bias, engine=engine,
+        dropout_key=dropout_key, capture=capture,
+    )  # fmt: skip
     return jnp.where(after.refused, jnp.nan, y).astype(y.dtype), aux, after
 
 

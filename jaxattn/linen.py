@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxattn.attention import Attention, attention
 from jaxattn.cache import Cache
 from jaxattn.masks import Mask, from_flax
+from jaxattn.module_args import read_source
 from jaxattn.spec import HeadSpec
 from jaxattn.transform import HeadTransform, identity
 
@@ -120,7 +121,7 @@ class MultiHeadDotProductAttention(nn.Module):
             [..., q, m_out].
         """
         itself = all(x is None or x is inputs_q for x in (inputs_k, inputs_v))
-        source = _source(inputs_k, inputs_v)
+        source = read_source(inputs_k, inputs_v)
         attn = self._attention(inputs_q, source)
         params = self._params(attn)
         if self.dtype is not None:
@@ -300,15 +301,6 @@ def _as_mask(mask: Mask | Array | None) -> Mask | None:
         return mask
     mask = jnp.asarray(mask)
     return from_flax(mask.reshape((1,) * (3 - mask.ndim) + mask.shape))
-
-
-def _source(inputs_k: Array | None, inputs_v: Array | None) -> Array | tuple[Array, Array] | None:
-    """What keys and values come from; None is the query states."""
-    if inputs_v is None:
-        return inputs_k
-    if inputs_k is None:
-        raise ValueError("inputs_v: given without inputs_k. Fix: give inputs_k too, or neither.")
-    return inputs_k, inputs_v
 
 
 def _check_step(itself: bool, bias: Array | None, dropout_key: Array | None) -> None:

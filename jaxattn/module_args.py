@@ -10,7 +10,6 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
 from jaxattn.attention import Attention, Aux
-from jaxattn.cache import Cache
 from jaxattn.masks import Frame, Mask, as_mask, causal, from_flax, padding
 from jaxattn.transform import HeadTransform, Site
 
@@ -36,6 +35,15 @@ def read_mask(mask: Any, batch: tuple[int, ...]) -> Mask | None:
         return mask  # what is no mask is refused by name where it is used
     axes = 3 if mask.ndim <= 3 else 3 + len(batch)
     return from_flax(mask[(None,) * max(0, axes - mask.ndim)])
+
+
+def read_source(inputs_k: Array | None, inputs_v: Array | None) -> Array | tuple[Array, Array] | None:
+    """What keys and values come from; None is the query states."""
+    if inputs_v is None:
+        return inputs_k
+    if inputs_k is None:
+        raise ValueError("inputs_v: given without inputs_k. Fix: give inputs_k too, or neither.")
+    return inputs_k, inputs_v
 
 
 def read_bias(bias: Any, batch: tuple[int, ...]) -> Any:
@@ -196,25 +204,3 @@ def attend_whole(
     side = attn.key_side(params, rows, seen if real is None else seen & real, positions[1])
     q_valid = real if source is None else None
     return attn.attend(params, x_q, side, read, valid=q_valid, positions=positions[0], **named)
-
-
-def attend_cached(
-    attn: Attention,
-    params: PyTree,
-    cache: Cache,
-    x: Array,
-    mask: Any,
-    valid: Array | None,
-    positions: Array | None,
-    named: dict[str, Any],
-) -> tuple[Array, Aux, Cache]:
-    """Rows that are appended to a cache and attend to all rows so far; NaN where they did not fit.
-
-    `Attention.decode`, with the bias and dropout that `named` may hold.
-    """
-    if positions is None:
-        positions = cache.count + jnp.arange(x.shape[-2], dtype=jnp.int32)
-    after = attn.append(params, cache, x, valid, positions)
-    seen = as_mask(read_mask(mask, x.shape[:-2])) & causal()
-    y, aux = attn.attend(params, x, after.side, seen, valid=valid, positions=positions, **named)
-    return jnp.where(after.refused, jnp.nan, y).astype(y.dtype), aux, after

@@ -19,13 +19,13 @@ from jaxattn.attention import Aux, Initializer, _check_state, attention
 from jaxattn.masks import Mask
 from jaxattn.module_args import (
     at_precision,
-    attend_cached,
     attend_whole,
     pair_positions,
     placed,
     precision_name,
     read_bias,
     read_mask,
+    read_source,
     with_heads_placed,
 )
 from jaxattn.module_state import draw, join_cache, of_path, split_cache
@@ -254,12 +254,10 @@ class MultiHeadAttention(nnx.Module):
             ValueError: when dropout is on and there is no key to draw it with; in decode without a cache,
                 with `inputs_k`, or, outside of jit, with more rows than fit.
         """
-        if inputs_k is None and inputs_v is not None:
-            raise ValueError("inputs_v: given without inputs_k. Fix: give inputs_k too, or neither.")
         decode = self.decode if decode is None else decode
         if decode and inputs_k is inputs_q and (inputs_v is None or inputs_v is inputs_q):
             inputs_k = inputs_v = None  # self-attention, written out
-        source = inputs_k if inputs_v is None else (inputs_k, inputs_v)
+        source = read_source(inputs_k, inputs_v)
         params, inputs_q, source = self._cast(self.params(), inputs_q, source)
         batch = _check_state("inputs_q", inputs_q, "q", self.in_features, "in_features=...").shape[:-2]
         if inputs_k is not None:
@@ -271,7 +269,8 @@ class MultiHeadAttention(nnx.Module):
             if decode:
                 held = self._cache_for(source, qkv_sharding)
                 cache = join_cache(**{name: variable.get_value() for name, variable in held.items()})
-                y, aux, cache = attend_cached(self.attn, params, cache, inputs_q, mask, valid, both[0], named)
+                named |= dict(valid=valid, positions=both[0])
+                y, aux, cache = self.attn.decode(params, cache, inputs_q, read_mask(mask, batch), **named)
                 for name, value in split_cache(cache).items():
                     held[name].set_value(value)
             else:
@@ -299,8 +298,7 @@ class MultiHeadAttention(nnx.Module):
             >>> layer.attend(jnp.ones((4, 5, 6)), side).shape
             (4, 5, 6)
         """
-        source = inputs_k if inputs_v is None else (inputs_k, inputs_v)
-        params, source = self._cast(self.params(), source)
+        params, source = self._cast(self.params(), read_source(inputs_k, inputs_v))
         with at_precision(self.precision):
             return self.attn.key_side(params, source, valid, positions)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxattn.check.subject import Call, Feature, Subject
+from jaxattn.check.verdict import enable_x64
 
 Level = Literal["shape", "axes", "numbers", "behaviour"]
 SINGLE, DOUBLE = 2e-5, 1e-12  # of the largest value
@@ -248,7 +249,7 @@ def values(subject, sizes):
 
 @law("numbers", "float64 inputs are computed in float64, softmax included", "float64", plain=True)
 def float64_throughout(subject, sizes):
-    with _float64():
+    with enable_x64(True):
         query, key, value = _doubles(sizes, 0)
         call = Call(query, key, value)
         out = subject.attend(call)
@@ -414,7 +415,7 @@ def decode_parity(subject, sizes):
 
 @law("behaviour", "<J v, u> = <v, J' u> in float64", "float64", "tracing")
 def adjoint(subject, sizes):
-    with _float64():
+    with enable_x64(True):
         sides, move = _doubles(sizes, 0), _doubles(sizes, 5)
         run = jax.jit(lambda *sides: subject.attend(Call(*sides)))
         out, pushed = jax.jvp(run, sides, move)
@@ -432,7 +433,7 @@ def adjoint(subject, sizes):
     "tracing",
 )
 def finite_differences(subject, sizes):
-    with _float64():
+    with enable_x64(True):
         sides, move = _doubles(sizes, 0), _doubles(sizes, 5)
         loss = jax.jit(lambda *sides: jnp.sum(jnp.sin(subject.attend(Call(*sides)))))
         at = lambda step: float(loss(*(x + step * y for x, y in zip(sides, move, strict=True))))
@@ -444,7 +445,7 @@ def finite_differences(subject, sizes):
 
 @law("behaviour", "second derivatives exist, and are symmetric", "float64", "tracing")
 def second_order(subject, sizes):
-    with _float64():
+    with enable_x64(True):
         query, key, value = _doubles(sizes._replace(b=1, q=max(3, sizes.q)), 0)
         loss = lambda x: jnp.sum(jnp.sin(subject.attend(Call(x.reshape(query.shape), key, value))))
         square = np.asarray(jax.jit(jax.jacfwd(jax.grad(loss)))(query.ravel()))
@@ -483,14 +484,3 @@ def dropout_by_row(subject, sizes):
     if len(np.unique(rows.round(6))) < 3:
         return Outcome(np.inf, 0.0, "all rows draw the same")
     return Outcome(abs(float(rows.mean()) - 1), 0.1, "mean of 64 rows of 64 draws; its deviation is 1/64")
-
-
-class _float64:
-    """float64 for a while."""
-
-    def __enter__(self) -> None:
-        self.before = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_enable_x64", True)
-
-    def __exit__(self, *_: Any) -> None:
-        jax.config.update("jax_enable_x64", self.before)
