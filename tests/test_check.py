@@ -10,10 +10,13 @@ import pytest
 import jaxattn as ja
 import variants
 from jaxattn.check import __main__ as command
-from jaxattn.check.faults import FAULTS, right
-from jaxattn.check.laws import LAWS, SIZES
+from jaxattn.check.adapters import SUBJECTS
+from jaxattn.check.faults import FAULTS
+from jaxattn.check.faults.attention import right
+from jaxattn.check.law import SIZES
+from jaxattn.check.laws import LAWS
 from jaxattn.check.report import assert_laws, run
-from jaxattn.check.subject import SUBJECTS, of_attention, of_function
+from jaxattn.check.subject import of_attention, of_function
 
 pytestmark = pytest.mark.heavy
 
@@ -37,9 +40,8 @@ def test_the_right_program_holds_every_law():
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_breaks_its_law(name):
     fault = FAULTS[name]
-    report = run(of_function(fault.attention, name=name), laws=["output-shape", fault.law])
-    shape, ruled = report.rulings
-    assert shape.ruling == "holds"  # a fault that shows in the shape needs no law
+    report = run(fault.subject, laws=[fault.law])
+    (ruled,) = report.rulings
     assert ruled.ruling == "broken" and ruled.sizes in SIZES and not report.passed
 
 
@@ -139,20 +141,25 @@ def test_layouts_are_by_name():
 
 
 def test_a_report_prints_and_is_strict_json():
-    report = run(of_function(FAULTS["no scale"].attention, name="mine"), laws=["values", "bias-added"])
+    report = run(FAULTS["no scale"].subject, laws=["values", "bias-added"])
     text = str(report)
     assert (
-        text.startswith("mine: 0 of 2 as they should be") and "no scale" in text and "b=1 h=2 q=3 k=5" in text
+        text.startswith("planted: 0 of 2 as they should be")
+        and "no scale" in text
+        and "b=1 h=2 q=3 k=5" in text
     )
     read = json.loads(report.as_json(), parse_constant=pytest.fail)
     assert read["passed"] is False and read["laws"][0]["sizes"]["q"] == 3
     with pytest.raises(AssertionError, match=r"values: broken .* \(no scale\)"):
-        assert_laws(of_function(FAULTS["no scale"].attention), laws=["values"])
+        assert_laws(FAULTS["no scale"].subject, laws=["values"])
 
 
 def test_the_command_line_says_by_its_status(monkeypatch, tmp_path, capsys):
     module = types.ModuleType("somebody")
-    module.attention, module.wrong = right, FAULTS["True hides"].attention
+    module.attention, module.wrong = (
+        right,
+        lambda q, k, v, mask=None: right(q, k, v, mask=~mask if mask is not None else None),
+    )
     monkeypatch.setitem(sys.modules, "somebody", module)
     few = {name: LAWS[name] for name in ("values", "mask-polarity")}
     monkeypatch.setattr("jaxattn.check.report.LAWS", few)

@@ -1,6 +1,9 @@
 """Is an attention right? Laws for anyone's, a trace that marks the first divergence, an adjoint toolkit."""
 
 from jaxattn.check import adjoint as adjoint
+from jaxattn.check.adapters import SUBJECTS as SUBJECTS
+from jaxattn.check.faults import FAULTS as FAULTS
+from jaxattn.check.faults import Fault as Fault
 from jaxattn.check.invariants import Invariant as Invariant
 from jaxattn.check.laws import LAWS as LAWS
 from jaxattn.check.report import Report as Report
@@ -8,7 +11,6 @@ from jaxattn.check.report import Ruled as Ruled
 from jaxattn.check.report import assert_laws as assert_laws
 from jaxattn.check.report import run as run
 from jaxattn.check.stages import Stages as Stages
-from jaxattn.check.subject import SUBJECTS as SUBJECTS
 from jaxattn.check.subject import Call as Call
 from jaxattn.check.subject import Subject as Subject
 from jaxattn.check.subject import of_attention as of_attention

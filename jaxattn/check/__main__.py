@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jaxattn as ja
+from jaxattn.check.adapters import SUBJECTS
 from jaxattn.check.report import run
-from jaxattn.check.subject import SUBJECTS, Subject, of_attention, of_function
+from jaxattn.check.subject import Subject, of_attention, of_function
 
 
 def subjects(name: str, layout: str) -> Iterator[Subject]:

@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.check.laws import LAWS, SIZES, Law, Outcome, Sizes, draw
-from jaxattn.check.subject import Call, Feature, Subject
+from jaxattn.check.law import SIZES, Law, Outcome, Sizes, draw
+from jaxattn.check.laws import LAWS
+from jaxattn.check.subject import Call, Checked, Feature, Subject
 
 Ruling = Literal["holds", "broken", "raises", "refused", "taken silently", "not asked"]
 GOOD = ("holds", "refused", "not asked")
@@ -88,7 +89,7 @@ class Report(NamedTuple):
         return json.dumps(whole, indent=1, allow_nan=False)
 
 
-def run(subject: Subject, *, laws: Iterable[str] | None = None, quick: bool = False) -> Report:
+def run(subject: Checked, *, laws: Iterable[str] | None = None, quick: bool = False) -> Report:
     """Ask an attention every law; whatever it does wrong is a ruling, none is an error of this function.
 
     Args:
@@ -108,19 +109,20 @@ def run(subject: Subject, *, laws: Iterable[str] | None = None, quick: bool = Fa
         >>> [(ruled.law, ruled.ruling) for ruled in report.rulings]
         [('output-shape', 'holds'), ('values', 'broken')]
     """
-    names = list(LAWS) if laws is None else list(laws)
+    ours = {name: law for name, law in LAWS.items() if isinstance(subject, law.about)}
+    names = list(ours) if laws is None else list(laws)
     for name in names:
-        if name not in LAWS:
-            raise ValueError(f"laws: got {name!r}, expected some of {', '.join(LAWS)}.")
+        if name not in ours:
+            raise ValueError(f"laws: got {name!r}, expected some of {', '.join(ours)}.")
     fit = tuple(s for s in SIZES if s.h >= subject.least_heads and s.d >= subject.least_width)
     sizes = fit[:2] if quick else fit
     rulings = [_judge(LAWS[name], subject, sizes) for name in names]
-    if laws is None:
+    if laws is None and isinstance(subject, Subject):
         rulings += [_refusal(subject, feature) for feature in ASKING if feature not in subject.supports]
     return Report(subject.name, subject.version, tuple(rulings))
 
 
-def assert_laws(subject: Subject, *, laws: Iterable[str] | None = None, quick: bool = False) -> None:
+def assert_laws(subject: Checked, *, laws: Iterable[str] | None = None, quick: bool = False) -> None:
     """`run`, as one test of your own suite.
 
     Raises:
@@ -130,7 +132,7 @@ def assert_laws(subject: Subject, *, laws: Iterable[str] | None = None, quick: b
     assert report.passed, "\n".join([f"{report.subject}:", *(f"  {r.law}: {r}" for r in report.broken)])
 
 
-def _judge(law: Law, subject: Subject, sizes: tuple[Sizes, ...]) -> Ruled:
+def _judge(law: Law, subject: Checked, sizes: tuple[Sizes, ...]) -> Ruled:
     head = law.name, law.level, law.says
     if missing := law.needs - subject.supports:
         return Ruled(*head, "not asked", note=f"needs {', '.join(sorted(missing))}")

@@ -1,17 +1,16 @@
-"""Planted faults: attentions that keep every shape and are wrong, each with the law that catches it.
-
-`right` is the program that they are made of; it passes every law. A fault replaces one of its steps. The
-sources are the failure labs of the two articles (M3.2, section 0x0E) and public bug reports (PUB-..).
-"""
+"""Wrong attentions of given heads. `right` is what they are made of; a fault replaces one of its steps."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import einops
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from jaxattn.check.faults.fault import Fault
+from jaxattn.check.subject import of_function
 
 Heads = Callable[..., Array]
 
@@ -97,24 +96,13 @@ def right(
     return s["merge"](s["values"](s["softmax"](logits, seen), v))
 
 
-class Fault(NamedTuple):
-    """One wrong attention.
-
-    Attributes:
-        says: what is wrong.
-        source: where it was met.
-        law: what catches it.
-        attention: the wrong program, called as `right` is.
-    """
-
-    says: str
-    source: str
-    law: str
-    attention: Heads
+def _with(says: str, source: str, law: str, **steps: Callable[..., Any]) -> Fault:
+    """`right` with some of its steps replaced."""
+    return _of(says, source, law, functools.partial(right, **steps))
 
 
-def _with(**steps: Callable[..., Any]) -> Heads:
-    return functools.partial(right, **steps)
+def _of(says: str, source: str, law: str, attention: Heads) -> Fault:
+    return Fault(says, source, law, of_function(attention, name="planted"))
 
 
 def _views(x: Array) -> Array:
@@ -199,195 +187,169 @@ def _own_length(query: Array, key: Array, value: Array, **more: Any) -> Array:
 
 
 FAULTS: dict[str, Fault] = {
-    "heads by a view": Fault(
-        "split without moving the head axis", "M3.2 0x0E; PUB-19", "heads-in-order", _with(split=_views)
+    "heads by a view": _with(
+        "split without moving the head axis", "M3.2 0x0E; PUB-19", "heads-in-order", split=_views
     ),
-    "merge by a view": Fault(
-        "heads merged without moving them back",
-        "M3.2 0x0E",
-        "heads-in-order",
-        _with(merge=_unviews),
+    "merge by a view": _with(
+        "heads merged without moving them back", "M3.2 0x0E", "heads-in-order", merge=_unviews
     ),
-    "both by a view": Fault(
+    "both by a view": _with(
         "split and merge by views: each undoes the other, and heads are chunks of time",
         "M3.2 0x0E",
         "values",
-        _with(split=_views, merge=_unviews),
+        split=_views,
+        merge=_unviews,
     ),
-    "heads reversed": Fault(
-        "heads merged in the other order",
-        "M3.2 0x0E",
-        "heads-in-order",
-        _with(merge=lambda x: merge(x[:, ::-1])),
+    "heads reversed": _with(
+        "heads merged in the other order", "M3.2 0x0E", "heads-in-order", merge=lambda x: merge(x[:, ::-1])
     ),
-    "channels reversed": Fault(
+    "channels reversed": _with(
         "channels of a head in another order in Q than in K",
         "M3.2 0x01A",
         "values",
-        _with(scale=lambda q: scale(q[..., ::-1])),
+        scale=lambda q: scale(q[..., ::-1]),
     ),
-    "no scale": Fault("scores are not scaled", "PUB-10", "values", _with(scale=lambda q: q)),
-    "scale by d": Fault(
-        "1/d in place of 1/sqrt(d)", "PUB-10", "values", _with(scale=lambda q: q / q.shape[-1])
-    ),
-    "scale by the model": Fault(
+    "no scale": _with("scores are not scaled", "PUB-10", "values", scale=lambda q: q),
+    "scale by d": _with("1/d in place of 1/sqrt(d)", "PUB-10", "values", scale=lambda q: q / q.shape[-1]),
+    "scale by the model": _with(
         "the model width in place of the head's",
         "PUB-10",
         "values",
-        _with(scale=lambda q: q * (q.shape[1] * q.shape[-1]) ** -0.5),
+        scale=lambda q: q * (q.shape[1] * q.shape[-1]) ** -0.5,
     ),
-    "scaled twice": Fault(
-        "query and scores are both scaled",
-        "PUB-10",
-        "values",
-        _with(scale=lambda q: scale(scale(q))),
+    "scaled twice": _with(
+        "query and scores are both scaled", "PUB-10", "values", scale=lambda q: scale(scale(q))
     ),
-    "softmax over queries": Fault(
+    "softmax over queries": _with(
         "weights add up to one over the queries",
         "M3.2",
         "softmax-over-keys",
-        _with(softmax=lambda x, seen: softmax(x.swapaxes(2, 3), seen.swapaxes(2, 3)).swapaxes(2, 3)),
+        softmax=lambda x, seen: softmax(x.swapaxes(2, 3), seen.swapaxes(2, 3)).swapaxes(2, 3),
     ),
-    "softmax over heads": Fault(
+    "softmax over heads": _with(
         "weights add up to one over the heads",
         "M3.2",
         "softmax-over-keys",
-        _with(softmax=lambda x, seen: jnp.where(seen, jax.nn.softmax(x, 1), 0)),
+        softmax=lambda x, seen: jnp.where(seen, jax.nn.softmax(x, 1), 0),
     ),
-    "sigmoid": Fault(
+    "sigmoid": _with(
         "each weight by itself",
         "M3.2",
         "softmax-over-keys",
-        _with(softmax=lambda x, seen: jnp.where(seen, jax.nn.sigmoid(x), 0)),
+        softmax=lambda x, seen: jnp.where(seen, jax.nn.sigmoid(x), 0),
     ),
-    "True hides": Fault(
+    "True hides": _with(
         "the mask's other polarity",
         "PUB-01",
         "mask-polarity",
-        _with(visible=lambda shape, mask, causal: visible(shape, None if mask is None else ~mask, causal)),
+        visible=lambda shape, mask, causal: visible(shape, None if mask is None else ~mask, causal),
     ),
-    "mask ignored": Fault(
+    "mask ignored": _with(
         "the mask is dropped on the way",
         "PUB-01",
         "mask-polarity",
-        _with(visible=lambda shape, mask, causal: visible(shape, None, causal)),
+        visible=lambda shape, mask, causal: visible(shape, None, causal),
     ),
-    "mask of the first head": Fault(
+    "mask of the first head": _with(
         "a mask of heads is cut to its first",
         "PUB-03",
         "mask-broadcast",
-        _with(
-            visible=lambda shape, mask, causal: visible(shape, None if mask is None else mask[:, :1], causal)
-        ),
+        visible=lambda shape, mask, causal: visible(shape, None if mask is None else mask[:, :1], causal),
     ),
-    "examples taken for rows": Fault(
-        "a padding mask spread over the wrong axis",
-        "PUB-03; M3.2 0x0E",
-        "mask-broadcast",
-        _with(visible=_trailing),
+    "examples taken for rows": _with(
+        "a padding mask spread over the wrong axis", "PUB-03; M3.2 0x0E", "mask-broadcast", visible=_trailing
     ),
-    "mask turned": Fault(
+    "mask turned": _with(
         "rows and keys of the mask are swapped where it is square",
         "M3.2 0x0E",
         "mask-broadcast",
-        _with(
-            visible=lambda shape, mask, causal: visible(
-                shape, mask if mask is None or mask.shape[2] != mask.shape[3] else mask.swapaxes(2, 3), causal
-            )
+        visible=lambda shape, mask, causal: visible(
+            shape, mask if mask is None or mask.shape[2] != mask.shape[3] else mask.swapaxes(2, 3), causal
         ),
     ),
-    "weights times mask": Fault(
+    "weights times mask": _with(
         "hidden weights are zeroed and the rest not made one again",
         "M3.2",
         "mask-polarity",
-        _with(softmax=_times_mask),
+        softmax=_times_mask,
     ),
-    "mask adds -1e4": Fault(
+    "mask adds -1e4": _with(
         "hidden scores are lowered by a number that large scores beat",
         "PUB-06",
         "empty-row-value",
-        _with(softmax=_added),
+        softmax=_added,
     ),
-    "fill by the least number": Fault(
+    "fill by the least number": _with(
         "a row without keys becomes the mean of all values",
         "PUB-04",
         "empty-row-value",
-        _with(softmax=_mean_if_empty),
+        softmax=_mean_if_empty,
     ),
-    "fill by -inf": Fault(
-        "a row without keys is 0/0",
-        "PUB-04; PUB-05",
-        "empty-row-value",
-        _with(softmax=_shared_dead),
+    "fill by -inf": _with(
+        "a row without keys is 0/0", "PUB-04; PUB-05", "empty-row-value", softmax=_shared_dead
     ),
-    "causal from the other side": Fault(
+    "causal from the other side": _with(
         "row i sees keys from i on",
         "PUB-11",
         "causal-square",
-        _with(
-            visible=lambda shape, mask, causal: (
-                visible(shape, mask, False)
-                & (tril(*shape[-2:]).swapaxes(0, 1) if causal and shape[-2] == shape[-1] else True)
-            )
+        visible=lambda shape, mask, causal: (
+            visible(shape, mask, False)
+            & (tril(*shape[-2:]).swapaxes(0, 1) if causal and shape[-2] == shape[-1] else True)
         ),
     ),
-    "causal and one more": Fault(
+    "causal and one more": _with(
         "row i sees key i + 1",
         "PUB-11",
         "causality",
-        _with(
-            visible=lambda shape, mask, causal: (
-                visible(shape, mask, False) & (jnp.tril(jnp.ones(shape[-2:], bool), 1) if causal else True)
-            )
+        visible=lambda shape, mask, causal: (
+            visible(shape, mask, False) & (jnp.tril(jnp.ones(shape[-2:], bool), 1) if causal else True)
         ),
     ),
-    "causal without itself": Fault(
+    "causal without itself": _with(
         "row i does not see key i",
         "PUB-11",
         "causal-square",
-        _with(
-            visible=lambda shape, mask, causal: (
-                visible(shape, mask, False) & (jnp.tril(jnp.ones(shape[-2:], bool), -1) if causal else True)
-            )
+        visible=lambda shape, mask, causal: (
+            visible(shape, mask, False) & (jnp.tril(jnp.ones(shape[-2:], bool), -1) if causal else True)
         ),
     ),
-    "causal drops the mask": Fault(
+    "causal drops the mask": _with(
         "a causal call forgets its mask, and another its causality",
         "PUB-11",
         "causality",
-        _with(visible=lambda shape, mask, causal: visible(shape, mask, False)),
+        visible=lambda shape, mask, causal: visible(shape, mask, False),
     ),
-    "key heads tiled": Fault(
+    "key heads tiled": _with(
         "query head h reads key head h mod g",
         "PUB-17",
         "gqa-order",
-        _with(repeat=lambda x, heads: einops.repeat(x, "b g k d -> b (n g) k d", n=heads // x.shape[1])),
+        repeat=lambda x, heads: einops.repeat(x, "b g k d -> b (n g) k d", n=heads // x.shape[1]),
     ),
-    "first key head for all": Fault(
+    "first key head for all": _with(
         "grouped heads all read the first key head",
         "M3.2 0x0E; PUB-17",
         "gqa-order",
-        _with(repeat=lambda x, heads: jnp.repeat(x[:, :1], heads, 1) if x.shape[1] != heads else x),
+        repeat=lambda x, heads: jnp.repeat(x[:, :1], heads, 1) if x.shape[1] != heads else x,
     ),
-    "value from the query's row": Fault(
+    "value from the query's row": _with(
         "values are those of the row, not of the keys",
         "M3.2",
         "values",
-        _with(values=lambda w, v: v[:, :, : w.shape[2]] if v.shape[2] >= w.shape[2] else values(w, v)),
+        values=lambda w, v: v[:, :, : w.shape[2]] if v.shape[2] >= w.shape[2] else values(w, v),
     ),
-    "weights turned": Fault(
+    "weights turned": _with(
         "weights meet values by their transpose where they are square",
         "M3.2",
         "causal-square",
-        _with(values=lambda w, v: values(w.swapaxes(2, 3) if w.shape[2] == w.shape[3] else w, v)),
+        values=lambda w, v: values(w.swapaxes(2, 3) if w.shape[2] == w.shape[3] else w, v),
     ),
-    "values of the next head": Fault(
+    "values of the next head": _with(
         "weights of a head meet the values of the next",
         "M3.2 0x01A",
         "heads-in-order",
-        _with(values=lambda w, v: values(w, jnp.roll(v, 1, 1))),
+        values=lambda w, v: values(w, jnp.roll(v, 1, 1)),
     ),
-    "K read as V": Fault(
+    "K read as V": _of(
         "fused K and V are taken in the other order",
         "M3.2 0x01A",
         "values",
@@ -395,7 +357,7 @@ FAULTS: dict[str, Fault] = {
             right(query, value, key, **more) if key.shape == value.shape else right(query, key, value, **more)
         ),
     ),
-    "Q read as K": Fault(
+    "Q read as K": _of(
         "fused Q and K are taken in the other order",
         "M3.2 0x01A",
         "causal-square",
@@ -403,53 +365,38 @@ FAULTS: dict[str, Fault] = {
             right(key, query, value, **more) if key.shape == query.shape else right(query, key, value, **more)
         ),
     ),
-    "V of another example": Fault("K and V come from two sources", "M3.2 0x01A", "values", _mixes_examples),
-    "K cut to the queries": Fault("the rows of Q give the rows of K", "M3.2 0x0E", "values", _own_length),
-    "no maximum": Fault("exp without the row's maximum", "PUB-06", "large-scores", _with(softmax=_no_shift)),
-    "sums of half precision": Fault(
-        "the sum of a row in bfloat16",
-        "PUB-07",
-        "half-precision-sums",
-        _with(softmax=_in_its_type),
+    "V of another example": _of("K and V come from two sources", "M3.2 0x01A", "values", _mixes_examples),
+    "K cut to the queries": _of("the rows of Q give the rows of K", "M3.2 0x0E", "values", _own_length),
+    "no maximum": _with("exp without the row's maximum", "PUB-06", "large-scores", softmax=_no_shift),
+    "sums of half precision": _with(
+        "the sum of a row in bfloat16", "PUB-07", "half-precision-sums", softmax=_in_its_type
     ),
-    "float32 within float64": Fault(
+    "float32 within float64": _with(
         "the softmax in float32 whatever comes in",
         "PUB-07",
         "float64-throughout",
-        _with(softmax=lambda x, seen: softmax(x.astype(jnp.float32), seen).astype(x.dtype)),
+        softmax=lambda x, seen: softmax(x.astype(jnp.float32), seen).astype(x.dtype),
     ),
-    "bias before the scale": Fault(
+    "bias before the scale": _with(
         "the bias is scaled as the scores are",
         "M3.2 0x0E",
         "bias-added",
-        _with(biased=lambda x, bias: x if bias is None else x + bias / 2),
+        biased=lambda x, bias: x if bias is None else x + bias / 2,
     ),
-    "bias after the softmax": Fault(
-        "the bias is dropped", "M3.2 0x0E", "bias-added", _with(biased=lambda x, bias: x)
+    "bias after the softmax": _with(
+        "the bias is dropped", "M3.2 0x0E", "bias-added", biased=lambda x, bias: x
     ),
-    "hidden NaN": Fault(
-        "0 times NaN in a hidden value", "PUB-05", "hidden-nan-value", _with(clean=lambda x, seen: x)
+    "hidden NaN": _with(
+        "0 times NaN in a hidden value", "PUB-05", "hidden-nan-value", clean=lambda x, seen: x
     ),
-    "a leak by the mean": Fault("values are centred over time", "M3.2", "causality", _leaks_mean),
-    "a derivative without the scale": Fault(
+    "a leak by the mean": _of("values are centred over time", "M3.2", "causality", _leaks_mean),
+    "a derivative without the scale": _of(
         "right values, a reverse pass that is twice too large",
         "second article",
         "finite-differences",
         _wrong_derivative,
     ),
-    "K is detached": Fault(
+    "K is detached": _of(
         "no gradient reaches the keys", "second article; PUB-14", "finite-differences", _detached
     ),
 }
-"""Name of a fault: what it is and what catches it."""
-
-ELSEWHERE: dict[str, str] = {
-    "a quoted speedup": "experiments/bench.py measures it",
-    "a reused test set, an untuned baseline": "experiments/compare.py states what was tuned",
-    "resume from a part of the state (PUB-28)": "tests/test_cases_training.py",
-    "an update by NaN (PUB-29)": "tests/test_cases_training.py",
-    "a cache that overflows (PUB-13), a step against all rows (PUB-12)": "tests/test_cases_cache.py",
-    "products that a ledger forgets (PUB-27)": "tests/test_ledger.py",
-    "gates and losses of MoH (PUB-24, PUB-25), mask and mix (PUB-26)": "tests/test_cases_routing.py",
-}
-"""Faults that are no attention of given heads, and what guards against them."""

@@ -1,0 +1,155 @@
+"""What a law is, and what laws are made of: sizes, drawn calls, loops over numpy, a distance.
+
+What must hold is computed by loops over numpy, or said by the law itself (a row that sees one key is that
+key's value), never by another engine.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxattn.check.subject import Call, Subject
+
+Level = Literal["shape", "axes", "numbers", "behaviour"]
+SINGLE, DOUBLE = 2e-5, 1e-12  # of the largest value
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call; g key heads, n = q = k where a law needs a square."""
+
+    b: int
+    h: int
+    q: int
+    k: int
+    d: int
+    v: int
+    g: int
+
+
+# From the smallest on: the first that breaks a law is the one that is reported.
+SIZES = (Sizes(1, 1, 1, 2, 1, 1, 1), Sizes(1, 2, 3, 5, 4, 4, 1), Sizes(2, 6, 5, 7, 4, 4, 3))
+
+
+class Outcome(NamedTuple):
+    """What a law measured: it is broken where measured > limit or measured is no number."""
+
+    measured: float
+    limit: float
+    note: str = ""
+
+    @property
+    def broken(self) -> bool:
+        return not self.measured <= self.limit
+
+
+Judge = Callable[[Any, Sizes], Outcome]
+
+
+class Law(NamedTuple):
+    """One law.
+
+    Attributes:
+        name, level: what it is called, and what kind of contract it is.
+        says: what must hold, as a sentence.
+        judge: measures a subject at given sizes.
+        needs: features without which it cannot be asked.
+        plain: whether it speaks of softmax(q k / sqrt(d)) v alone.
+        about: the type of subject that it judges.
+    """
+
+    name: str
+    level: Level
+    says: str
+    judge: Judge
+    needs: frozenset[str]
+    plain: bool
+    about: type
+
+
+def law(
+    level: Level, says: str, *needs: str, plain: bool = False, about: type = Subject
+) -> Callable[[Judge], Law]:
+    """Make a judge a law, under its own name."""
+
+    def made(judge: Judge) -> Law:
+        return Law(judge.__name__.replace("_", "-"), level, says, judge, frozenset(needs), plain, about)
+
+    return made
+
+
+def table(*laws: Law) -> dict[str, Law]:
+    """Laws by name.
+
+    Raises:
+        ValueError: for two of one name.
+    """
+    found = {one.name: one for one in laws}
+    if len(found) != len(laws):
+        raise ValueError(f"laws: {len(laws)} laws have {len(found)} names. Fix: a name for each.")
+    return found
+
+
+def draw(
+    sizes: Sizes, *, square: bool = False, groups: bool = False, wide: bool = False, seed: int = 0
+) -> Call:
+    """A call of normal numbers; float64 where JAX has it, rounded to float32 first."""
+    rng = np.random.default_rng(seed)
+    b, h, q, k, d, v, g = sizes
+    k, g, v = (q if square else k), (g if groups else h), (v + 1 if wide else d)
+    shapes = (b, q, h, d), (b, k, g, d), (b, k, g, v)
+    query, key, value = (jnp.asarray(rng.normal(size=s).astype(np.float32)) for s in shapes)
+    return Call(query, key, value)
+
+
+def loops(call: Call) -> np.ndarray:
+    """Plain attention, pair by pair, in float64: [b, q, h, v]; a row without a key is zero."""
+    query, key, value = (np.asarray(x, np.float64) for x in call[:3])
+    (b, q, h, d), (k, g) = query.shape, key.shape[1:3]
+    shape = (b, h, q, k)
+    seen = np.ones(shape, bool) if call.mask is None else np.broadcast_to(np.asarray(call.mask), shape).copy()
+    if call.causal:
+        seen &= np.tril(np.ones((q, k), bool))
+    bias = np.zeros(shape) if call.bias is None else np.asarray(call.bias, np.float64)
+    out = np.zeros((b, q, h, value.shape[-1]))
+    for n, head, row in np.ndindex(b, h, q):
+        keys = np.flatnonzero(seen[n, head, row])
+        if keys.size:
+            source = head * g // h
+            scores = key[n, keys, source] @ query[n, row, head] / np.sqrt(d) + bias[n, head, row, keys]
+            raised = np.exp(scores - scores.max())
+            out[n, row, head] = (raised / raised.sum()) @ value[n, keys, source]
+    return out
+
+
+def distance(got: Any, want: Any) -> float:
+    """The largest difference, relative to the largest expected value (to 1 where that is smaller)."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        return float("inf")
+    if got.size == 0:
+        return 0.0
+    return float(np.abs(got - want).max() / max(1.0, np.abs(want).max()))
+
+
+def agrees(subject: Subject, call: Call, want: Any = None, limit: float = SINGLE, note: str = "") -> Outcome:
+    return Outcome(distance(subject.attend(call), loops(call) if want is None else want), limit, note)
+
+
+def moved(x: Array, *index: Any) -> Array:
+    """x with some entries moved far."""
+    return x.at[index].add(3.0)
+
+
+def only(shape: tuple[int, ...], shown: Iterator[tuple[int, ...]]) -> Array:
+    mask = np.zeros(shape, bool)
+    for index in shown:
+        mask[index] = True
+    return jnp.asarray(mask)
+
+
+def doubles(sizes: Sizes, seed: int) -> tuple[Array, ...]:
+    """Query, key and value of as many rows in float64."""
+    return tuple(jnp.asarray(np.asarray(x), jnp.float64) for x in draw(sizes, square=True, seed=seed)[:3])
