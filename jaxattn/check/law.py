@@ -45,6 +45,10 @@ class Outcome(NamedTuple):
         return not self.measured <= self.limit
 
 
+class Unasked(Exception):
+    """What a judge raises where its law cannot be asked on this machine; the message says why."""
+
+
 Judge = Callable[[Any, Sizes], Outcome]
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.check.law import SIZES, Law, Outcome, Sizes, draw
+from jaxattn.check.law import SIZES, Law, Outcome, Sizes, Unasked, draw
 from jaxattn.check.laws import LAWS
 from jaxattn.check.subject import Call, Checked, Feature, Subject
 
@@ -144,12 +144,14 @@ def _judge(law: Law, subject: Checked, sizes: tuple[Sizes, ...]) -> Ruled:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 outcome = law.judge(subject, size)
+        except Unasked as reason:
+            return Ruled(*head, "not asked", note=str(reason))
         except Exception as error:  # whatever the subject does is a ruling on it
             lines = str(error).strip().splitlines() or [""]
             return Ruled(*head, "raises", note=f"{type(error).__name__}: {lines[0]}"[:200], sizes=size)
         if outcome.broken:
             return Ruled(*head, "broken", outcome.measured, outcome.limit, outcome.note, size)
-    return Ruled(*head, "holds", outcome.measured, outcome.limit)
+    return Ruled(*head, "holds", outcome.measured, outcome.limit, outcome.note)
 
 
 def _biased(call: Call) -> Call:
