@@ -57,11 +57,26 @@ class Cache:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.side))
 
     def reset(self) -> "Cache":
-        """The same cache without rows."""
-        assert self.side.valid is not None
-        side = self.side._replace(valid=jnp.zeros_like(self.side.valid))
+        """The same cache without rows; nothing of them stays, NaN neither."""
+        side = jax.tree.map(jnp.zeros_like, self.side)
         none = jnp.zeros_like(self.count), jnp.zeros_like(self.refused)
         return dataclasses.replace(self, side=side, count=none[0], refused=none[1])
+
+    def trim(self, rows: int | Array) -> "Cache":
+        """The same cache without its last rows, such as those of a draft that was rejected.
+
+        Raises:
+            ValueError: for a ring, whose last rows have taken the place of older ones.
+        """
+        if self.window is not None:
+            raise ValueError(
+                f"cache: trim of a ring for a window of {self.window}: the last rows took the place of older "
+                "ones. Fix: go on with the cache from before them; it is a value."
+            )
+        count = jnp.maximum(self.count - rows, 0)
+        kept, axis = jnp.arange(self.size) < count, len(self.batch)
+        cut = lambda x: jnp.where(kept.reshape(-1, *(1,) * (x.ndim - axis - 1)), x, jnp.zeros_like(x))
+        return dataclasses.replace(self, side=jax.tree.map(cut, self.side), count=count)
 
     def reorder(self, index: Array) -> "Cache":
         """The cache of chosen examples: row i of the first batch axis is row index[i], as beams need it."""

@@ -111,6 +111,22 @@ def test_beams_are_reordered():
         attn.empty_cache((), 3).reorder(jnp.array([0]))
 
 
+@pytest.mark.parametrize("name", ["mha", "talking_heads"])
+def test_rows_that_were_trimmed_or_reset_leave_nothing(name):
+    attn, params, x = made(name)
+    draft = x.at[:, 4:7].set(jnp.nan)
+    _, cache = run(attn, params, new(attn), draft[:, :7], (4, 3))
+    y, trimmed = run(attn, params, cache.trim(3), x[:, 4:], (3, 2))
+    want = attn.apply(params, x, mask=ja.causal())[0]
+    table.assert_close(y, want[:, 4:], 1e-12, "after a draft of three rows")
+    assert trimmed.count == T
+    y, _ = run(attn, params, cache.reset(), x, (4, 3, 2))
+    table.assert_close(y, want, 1e-12, "after another sequence")
+    assert cache.trim(99).count == 0 and not cache.trim(99).side.valid.any()
+    with pytest.raises(ValueError, match="cache: trim of a ring .*Fix: go on with the cache from before"):
+        new(attn, window=3).trim(1)
+
+
 def test_what_is_stored_is_what_the_ledger_counts_and_mohsa_is_stored_narrow():
     for name in variants.VARIANTS:
         attn, _, _ = made(name)

@@ -12,7 +12,7 @@ from jax.custom_derivatives import linear_call
 import jaxattn as ja
 import variants
 from jaxattn.check import adjoint
-from jaxattn.check.differences import noise, slope
+from jaxattn.check.adjoint.differences import noise, slope
 
 pytestmark = pytest.mark.heavy
 

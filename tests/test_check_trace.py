@@ -12,9 +12,9 @@ from cases import variant
 
 import jaxattn as ja
 import variants
-from jaxattn.check.invariants import agree
-from jaxattn.check.stages import STAGES, Stages
-from jaxattn.check.trace import trace, trace_of
+from jaxattn.check.tracing.invariants import agree
+from jaxattn.check.tracing.stages import STAGES, Stages
+from jaxattn.check.tracing.trace import trace, trace_of
 
 pytestmark = pytest.mark.heavy
 
@@ -32,7 +32,8 @@ def check(found, first, *texts):
     index = STAGES.index(first)
     status = ["ok"] * index + ["diverged"] + ["downstream"] * (len(STAGES) - index - 1)
     assert [stage.status for stage in found.stages] == status
-    assert f"FIRST DIVERGENCE: {first}" in str(found) and str(found).endswith(f"first divergence: {first}")
+    assert f"FIRST DIVERGENCE: {first}: {found.stage(first).broken[0]}; the rest" in str(found)
+    assert str(found).endswith(f"first divergence: {first}")
     said = " ".join(map(str, found.stage(first).broken))
     for text in texts:
         assert text in said, said
@@ -339,6 +340,107 @@ def test_arrays_of_another_library_and_heads_at_once():
     assert [s.name for s in found.stages if not s.given] == [
         "head round trip", "scores", "mixed scores", "masked scores", "mixed weights", "merged", "output"
     ]  # fmt: skip
+
+
+class Tensor:
+    """An array that, as a torch tensor with a gradient, gives its numbers only once it is detached."""
+
+    def __init__(self, array, attached=True):
+        self.array, self.attached, self.dtype = np.asarray(array), attached, np.asarray(array).dtype
+        self.shape, self.ndim = self.array.shape, self.array.ndim
+
+    def __array__(self, *_, **__):
+        raise RuntimeError("numpy() of a tensor that requires grad")
+
+    def detach(self):
+        return Tensor(self.array.copy(), attached=False)
+
+    cpu = clone = lambda self: self
+
+    def numpy(self):
+        assert not self.attached
+        return self.array
+
+    def __getitem__(self, index):
+        return self.array[index]
+
+    def __setitem__(self, index, value):
+        self.array[index] = value
+
+
+def test_arrays_with_a_gradient_are_detached_and_keep_their_type():
+    """Callables get arrays of their library in the type of the states, whatever the formulas are made in."""
+    seen = []
+
+    def scores(query, key):
+        seen.extend(x.dtype.name for x in (query, key))
+        return Tensor(FOREIGN.scores(query.array, key.array))
+
+    x = Tensor(states(B, Q, M).astype(np.float32))
+    found = trace_of(Stages(scores=scores, layout="... h t d", array=Tensor), x, mask=ja.causal(), heads=H)
+    assert found, str(found)
+    assert set(seen) == {"float32"} and found.stage("output").invariants[-2].holds
+    doubled = Stages(scores=lambda q, k: Tensor(2 * FOREIGN.scores(q.array, k.array)), layout="... h t d",
+                     array=Tensor)  # fmt: skip
+    check(trace_of(doubled, x, heads=H), "scores", "is scale * <query, key>")
+
+
+def test_stages_that_are_left_out_hand_on_the_array_as_it_is():
+    kinds = []
+    stages = Stages(
+        scores=lambda q, k: (q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5).astype(np.float16),
+        softmax=softmax,
+        mask=lambda x, visible: kinds.append(x.dtype.name) or np.where(visible, x, np.float16(-np.inf)),
+        layout="... h t d",
+    )
+    assert foreign(stages)
+    assert set(kinds) == {"float16"}
+
+
+def at_once(query, key, value, seen):
+    """Heads by loops over the shared key heads; a row that sees nothing gives zeros."""
+    heads = []
+    for h in range(query.shape[2]):
+        scores = np.einsum("bqd,bkd->bqk", query[:, :, h], key[:, :, h // 2]) / D**0.5
+        raised = np.exp(scores) * seen[:, 0]
+        total = raised.sum(-1, keepdims=True)
+        heads.append(raised / np.where(total == 0, 1, total) @ value[:, :, h // 2])
+    return np.stack(heads, 2)
+
+
+LOOKALIKES = {
+    "keys in tile order": (
+        dict(scores=lambda q, k: np.einsum("bqhd,bkhd->bhqk", q, np.tile(k, (1, 1, 2, 1))) / D**0.5),
+        "scores", "it is head h with key head h % hK (tile order)"),
+    "the first key head": (
+        dict(scores=lambda q, k: np.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) / D**0.5),
+        "scores", "it is every head with key head 0"),
+    "the model width": (
+        dict(scores=lambda q, k: np.einsum("bqhd,bkhd->bhqk", q, np.repeat(k, 2, 2)) / (6 * D) ** 0.5),
+        "scores", "it is scaled by 1/sqrt(h * d), the model width"),
+    "the softmax over heads": (
+        dict(softmax=lambda x: softmax(x, -3)), "weights", "the softmax runs over heads"),
+    "the other polarity, in one call": (
+        dict(attend=lambda q, k, v, visible: (at_once(q, k, v, ~visible), None)),
+        "heads", "it is what comes of the mask in the other polarity"),
+    "no mask, in one call": (
+        dict(attend=lambda q, k, v, visible: (at_once(q, k, v, np.ones_like(visible)), None)),
+        "heads", "it is what comes of no mask"),
+    "zeroed afterwards": (
+        dict(weights=lambda x, visible: softmax(x) * visible),
+        "weights", "it is the softmax of what is not masked, zeroed afterwards"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LOOKALIKES)
+def test_a_usual_mistake_is_named(what):
+    changes, first, text = LOOKALIKES[what]
+    mask = ja.everything() if what == "the softmax over heads" else ja.window(2)
+    kv = states(B, Q, 3 * D, seed=1)
+    found = trace_of(Stages(**changes), states(B, Q, 6 * D), kv, mask, heads=6, kv_heads=3, residual=False)
+    check(found, first, text)
+    after = STAGES[STAGES.index(first) + 1]
+    assert "(downstream)" in str(found.stage(after)).splitlines()[0]
 
 
 def test_two_callables_for_one_stage_and_odd_sharing_are_refused():

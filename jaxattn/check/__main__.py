@@ -2,35 +2,22 @@
 
 python -m jaxattn.check jax.nn flax.nnx             attentions that are known by name
 python -m jaxattn.check my.module:attention --layout bhqd
-python -m jaxattn.check variants --quick            every variant of a registry, on every engine
+python -m jaxattn.check variants --quick            every variant of a registry, on every engine that takes it
+
+Exit status: 0 where every law that was asked holds, 1 where one does not, 2 where a subject cannot be had.
 """
 
 import argparse
-import importlib
+import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import jaxattn as ja
 from jaxattn.check.adapters import SUBJECTS
-from jaxattn.check.report import run
-from jaxattn.check.subject import Subject, of_attention, of_function
+from jaxattn.check.beside import beside
+from jaxattn.check.request import reports, requests
 
-
-def subjects(name: str, layout: str) -> Iterator[Subject]:
-    """What a name on the command line stands for."""
-    if name in SUBJECTS:
-        yield SUBJECTS[name]()
-        return
-    if ":" in name:
-        module, _, attribute = name.partition(":")
-        yield of_function(getattr(importlib.import_module(module), attribute), layout=layout, name=name)
-        return
-    registry = importlib.import_module(name).VARIANTS
-    for variant, make in registry.items():
-        for engine in ("dense", "blocked"):
-            attn_of = lambda spec, make=make: ja.attention(spec, make())
-            yield of_attention(f"{variant} on {engine}", attn_of, engine, least_heads=4, least_width=4)
+DEVICES = "--xla_force_host_platform_device_count=2"  # a law splits heads over two
+UNOPTIMISED = "--xla_backend_optimization_level=0"  # programs that run once: compiling them is the time
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,25 +28,35 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("subject", nargs="+", help=f"{', '.join(SUBJECTS)}, module:function, or a registry")
     parser.add_argument("--layout", default="bqhd", help="axes of a function's arguments, such as bhqd")
-    parser.add_argument("--quick", action="store_true", help="the two smallest sizes alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="the two smallest sizes alone, compiled without optimisation"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes beside each other")
     parser.add_argument("--json", type=Path, help="a folder for one JSON file a subject")
+    parser.add_argument("--page", type=Path, help="a Markdown file of all of them beside each other")
     options = parser.parse_args(arguments)
+    flags = [os.environ.get("XLA_FLAGS", ""), DEVICES, UNOPTIMISED if options.quick else ""]
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))  # read when the first array is made
     sys.path.insert(0, "")
-    passed = True
-    for name in options.subject:
-        try:
-            found = list(subjects(name, options.layout))
-        except (ImportError, AttributeError, ValueError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return 2
-        for subject in found:
-            report = run(subject, quick=options.quick)
-            passed &= report.passed
+    try:
+        asked = [r for name in options.subject for r in requests(name, options.layout, options.quick)]
+        found = []
+        for request, report in zip(asked, reports(asked, options.jobs), strict=True):
+            if isinstance(report, str):
+                print(f"{request.part} on {request.engine}: not run, {report}", flush=True)
+                continue
+            found.append(report)
             print(report, flush=True)
             if options.json is not None:
                 options.json.mkdir(parents=True, exist_ok=True)
-                (options.json / f"{report.subject.replace(' ', '_')}.json").write_text(report.as_json())
-    return 0 if passed else 1
+                file = f"{report.subject} {report.kind}.json".replace(" ", "_")
+                (options.json / file).write_text(report.as_json())
+    except (ImportError, AttributeError, ValueError) as error:
+        print(f"{', '.join(options.subject)}: {error}", file=sys.stderr)
+        return 2
+    if options.page is not None:
+        options.page.write_text(beside(found))
+    return 0 if all(report.passed for report in found) else 1
 
 
 if __name__ == "__main__":

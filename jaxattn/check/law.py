@@ -7,13 +7,16 @@ key's value), never by another engine.
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxattn.check.subject import Call, Subject
+from jaxattn.check.subjects.attention import Call, Subject
+from jaxattn.check.verdict import Verdict
 
 Level = Literal["shape", "axes", "numbers", "behaviour"]
+SIDES = ("query", "key", "value")
 SINGLE, DOUBLE = 2e-5, 1e-12  # of the largest value
 
 
@@ -62,6 +65,7 @@ class Law(NamedTuple):
         needs: features without which it cannot be asked.
         plain: whether it speaks of softmax(q k / sqrt(d)) v alone.
         about: the type of subject that it judges.
+        sizes: sizes of its own, where it needs many draws or many keys; it is then asked with these alone.
     """
 
     name: str
@@ -71,15 +75,22 @@ class Law(NamedTuple):
     needs: frozenset[str]
     plain: bool
     about: type
+    sizes: tuple[Sizes, ...] = ()
 
 
 def law(
-    level: Level, says: str, *needs: str, plain: bool = False, about: type = Subject
+    level: Level,
+    says: str,
+    *needs: str,
+    plain: bool = False,
+    about: type = Subject,
+    sizes: tuple[Sizes, ...] = (),
 ) -> Callable[[Judge], Law]:
     """Make a judge a law, under its own name."""
 
     def made(judge: Judge) -> Law:
-        return Law(judge.__name__.replace("_", "-"), level, says, judge, frozenset(needs), plain, about)
+        name = judge.__name__.replace("_", "-")
+        return Law(name, level, says, judge, frozenset(needs), plain, about, sizes)
 
     return made
 
@@ -116,7 +127,7 @@ def loops(call: Call) -> np.ndarray:
     seen = np.ones(shape, bool) if call.mask is None else np.broadcast_to(np.asarray(call.mask), shape).copy()
     if call.causal:
         seen &= np.tril(np.ones((q, k), bool))
-    bias = np.zeros(shape) if call.bias is None else np.asarray(call.bias, np.float64)
+    bias = np.broadcast_to(0.0 if call.bias is None else np.asarray(call.bias, np.float64), shape)
     out = np.zeros((b, q, h, value.shape[-1]))
     for n, head, row in np.ndindex(b, h, q):
         keys = np.flatnonzero(seen[n, head, row])
@@ -138,13 +149,41 @@ def distance(got: Any, want: Any) -> float:
     return float(np.abs(got - want).max() / max(1.0, np.abs(want).max()))
 
 
+def of_sides(subject: Subject) -> Callable[[Array, Array, Array], Array]:
+    """Attention of query, key and value alone; as one program where it can be traced."""
+    run = lambda query, key, value: subject.attend(Call(query, key, value))
+    return jax.jit(run) if "tracing" in subject.supports else run
+
+
+def noted(measured: float, limit: float, note: str) -> Outcome:
+    """An outcome whose note explains what is broken, and is left out where nothing is."""
+    outcome = Outcome(measured, limit, note)
+    return outcome if outcome.broken else Outcome(measured, limit)
+
+
 def agrees(subject: Subject, call: Call, want: Any = None, limit: float = SINGLE, note: str = "") -> Outcome:
-    return Outcome(distance(subject.attend(call), loops(call) if want is None else want), limit, note)
+    """How far an answer is from what is expected; from the loops where nothing else is."""
+    return noted(distance(subject.attend(call), loops(call) if want is None else want), limit, note)
+
+
+def judged(verdict: Verdict) -> Outcome:
+    """What a check of the adjoint toolkit found, as a law's outcome."""
+    place = f"{verdict.where}: " if verdict.where else ""
+    limit = verdict.limit if np.isfinite(verdict.limit) else 0.0
+    return noted(verdict.measured, limit, f"{place}{verdict.reason}")
+
+
+def changed(call: Call, change: Callable[[np.ndarray], np.ndarray]) -> Call:
+    """The call with its query, key and value changed alike. NumPy compiles nothing."""
+    sides = {name: jnp.asarray(change(np.asarray(getattr(call, name)))) for name in SIDES}
+    return call._replace(**sides)
 
 
 def moved(x: Array, *index: Any) -> Array:
     """x with some entries moved far."""
-    return x.at[index].add(3.0)
+    other = np.array(x)
+    other[index] += 3
+    return jnp.asarray(other)
 
 
 def only(shape: tuple[int, ...], shown: Iterator[tuple[int, ...]]) -> Array:
@@ -152,6 +191,13 @@ def only(shape: tuple[int, ...], shown: Iterator[tuple[int, ...]]) -> Array:
     for index in shown:
         mask[index] = True
     return jnp.asarray(mask)
+
+
+def some(*shape: int) -> np.ndarray:
+    """A mask of about half of all pairs: the first key always, the last never."""
+    shown = np.random.default_rng(3).random(shape) < 0.5
+    shown[..., -1], shown[..., 0] = False, True
+    return shown
 
 
 def doubles(sizes: Sizes, seed: int) -> tuple[Array, ...]:

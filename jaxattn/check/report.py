@@ -3,14 +3,14 @@
 import json
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.check.law import SIZES, Law, Outcome, Sizes, Unasked, draw
 from jaxattn.check.laws import LAWS
-from jaxattn.check.subject import Call, Checked, Feature, Subject
+from jaxattn.check.subjects.attention import Call, Checked, Subject
 
 Ruling = Literal["holds", "broken", "raises", "refused", "taken silently", "not asked"]
 GOOD = ("holds", "refused", "not asked")
@@ -44,7 +44,7 @@ class Ruled(NamedTuple):
 
     def __str__(self) -> str:
         if self.good:
-            return self.ruling
+            return self.ruling + (f": {self.note}" if self.ruling == "holds" and self.note else "")
         number = "" if self.measured is None else f" {self.measured:.1e} > {self.limit:.0e}"
         named = {} if self.sizes is None else self.sizes._asdict()
         at = " at " + " ".join(f"{n}={s}" for n, s in named.items()) if named else ""
@@ -52,9 +52,10 @@ class Ruled(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The rulings on one attention."""
+    """The rulings on one attention, and the kind of subject that it is."""
 
     subject: str
+    kind: str
     version: str
     rulings: tuple[Ruled, ...]
 
@@ -71,7 +72,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         count, bad = len(self.rulings), len(self.broken)
         width = max((len(ruled.law) for ruled in self.rulings), default=0)
-        head = f"{self.subject} {self.version}".strip()
+        head = f"{self.subject} ({self.kind}) {self.version}".strip()
         lines = [f"  {ruled.level:9} {ruled.law:{width}}  {ruled}" for ruled in self.rulings]
         return "\n".join([f"{head}: {count - bad} of {count} as they should be", *lines])
 
@@ -85,8 +86,28 @@ class Report(NamedTuple):
             return ruled._replace(measured=finite)._asdict() | {"sizes": sizes}
 
         rows = [row(ruled) for ruled in self.rulings]
-        whole = {"subject": self.subject, "version": self.version, "passed": self.passed, "laws": rows}
+        whole = {
+            "subject": self.subject,
+            "kind": self.kind,
+            "version": self.version,
+            "passed": self.passed,
+            "laws": rows,
+        }
         return json.dumps(whole, indent=1, allow_nan=False)
+
+
+def names_of(subject: Checked) -> list[str]:
+    """The laws that can be asked of a subject, and "F-refused" for what it declares impossible.
+
+    Example:
+        >>> from jaxattn.check.subjects.attention import of_function
+        >>> def mine(query, key, value): ...
+        >>> names_of(of_function(mine, supports=("cross",)))[-1]
+        'gqa-refused'
+    """
+    laws = [name for name, law in LAWS.items() if not _unasked(law, subject)]
+    refusals = [_refused(feature) for feature in ASKING if feature not in subject.supports]
+    return laws + (refusals if isinstance(subject, Subject) else [])
 
 
 def run(subject: Checked, *, laws: Iterable[str] | None = None, quick: bool = False) -> Report:
@@ -94,32 +115,34 @@ def run(subject: Checked, *, laws: Iterable[str] | None = None, quick: bool = Fa
 
     Args:
         subject: what `of_function` or another adapter made.
-        laws: names of `LAWS`; None asks all.
+        laws: some of `LAWS` and of `names_of(subject)`; None asks all that speak of such a subject.
         quick: ask the two smallest sizes alone.
 
     Raises:
-        ValueError: for a law that is not known.
+        ValueError: for a law that is not known, or speaks of another kind of subject.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jaxattn.check.subject import of_function
+        >>> from jaxattn.check.subjects.attention import of_function
         >>> def mean(query, key, value):  # no scores at all
         ...     return jnp.broadcast_to(value.mean(1, keepdims=True), (*query.shape[:3], value.shape[3]))
         >>> report = run(of_function(mean), laws=["output-shape", "values"])
         >>> [(ruled.law, ruled.ruling) for ruled in report.rulings]
         [('output-shape', 'holds'), ('values', 'broken')]
     """
-    ours = {name: law for name, law in LAWS.items() if isinstance(subject, law.about)}
-    names = list(ours) if laws is None else list(laws)
-    for name in names:
-        if name not in ours:
-            raise ValueError(f"laws: got {name!r}, expected some of {', '.join(ours)}.")
+    about = [name for name, law in LAWS.items() if isinstance(subject, law.about)]
+    known = dict.fromkeys([*about, *names_of(subject)])
     fit = tuple(s for s in SIZES if s.h >= subject.least_heads and s.d >= subject.least_width)
     sizes = fit[:2] if quick else fit
-    rulings = [_judge(LAWS[name], subject, sizes) for name in names]
-    if laws is None and isinstance(subject, Subject):
-        rulings += [_refusal(subject, feature) for feature in ASKING if feature not in subject.supports]
-    return Report(subject.name, subject.version, tuple(rulings))
+    rulings = []
+    for name in known if laws is None else laws:
+        if name not in known:
+            raise ValueError(f"laws: got {name!r}, expected some of {', '.join(known)}.")
+        if name in LAWS:
+            rulings.append(_judge(LAWS[name], subject, sizes))
+        elif isinstance(subject, Subject):
+            rulings.append(_refusal(subject, name))
+    return Report(subject.name, type(subject).__name__, subject.version, tuple(rulings))
 
 
 def assert_laws(subject: Checked, *, laws: Iterable[str] | None = None, quick: bool = False) -> None:
@@ -132,14 +155,48 @@ def assert_laws(subject: Checked, *, laws: Iterable[str] | None = None, quick: b
     assert report.passed, "\n".join([f"{report.subject}:", *(f"  {r.law}: {r}" for r in report.broken)])
 
 
+def law_tests(subject: Checked, *, laws: Iterable[str] | None = None, quick: bool = False) -> Any:
+    """Every law as a test of your own suite, for pytest to collect under the name that you give it.
+
+        test_my_attention = law_tests(of_function(mine))
+
+    Args:
+        subject, quick: as in `run`.
+        laws: as in `run`; None makes a test of each of `names_of(subject)`.
+
+    Raises:
+        ModuleNotFoundError: without pytest.
+
+    Example:
+        >>> from jaxattn.check.subjects.attention import of_function
+        >>> test_mine = law_tests(of_function(lambda query, key, value: value), laws=["values"])
+        >>> [mark.args for mark in test_mine.pytestmark]
+        [('law', ['values'])]
+    """
+    import pytest
+
+    @pytest.mark.parametrize("law", names_of(subject) if laws is None else list(laws))
+    def test(law: str) -> None:
+        assert_laws(subject, laws=[law], quick=quick)
+
+    return test
+
+
+def _unasked(law: Law, subject: Checked) -> str:
+    """Why a law is not asked, or ""."""
+    if not isinstance(subject, law.about):
+        return f"it speaks of a {law.about.__name__}"
+    if missing := law.needs - subject.supports:
+        return f"needs {', '.join(sorted(missing))}"
+    return "heads are mixed" if law.plain and not subject.plain else ""
+
+
 def _judge(law: Law, subject: Checked, sizes: tuple[Sizes, ...]) -> Ruled:
     head = law.name, law.level, law.says
-    if missing := law.needs - subject.supports:
-        return Ruled(*head, "not asked", note=f"needs {', '.join(sorted(missing))}")
-    if law.plain and not subject.plain:
-        return Ruled(*head, "not asked", note="heads are mixed")
+    if why := _unasked(law, subject):
+        return Ruled(*head, "not asked", note=why)
     outcome = Outcome(0.0, 0.0)
-    for size in sizes:
+    for size in law.sizes or sizes:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -159,7 +216,7 @@ def _biased(call: Call) -> Call:
     return call._replace(bias=jnp.ones((b, h, q, k), jnp.float32))
 
 
-ASKING: dict[Feature, Callable[[Call], Call]] = {
+ASKING: dict[str, Callable[[Call], Call]] = {
     "causal": lambda call: call._replace(causal=True),
     "bias": _biased,
     "d_v": lambda call: call._replace(value=jnp.concatenate([call.value, call.value], -1)),
@@ -167,10 +224,15 @@ ASKING: dict[Feature, Callable[[Call], Call]] = {
 }
 
 
-def _refusal(subject: Subject, feature: Feature) -> Ruled:
+def _refused(feature: str) -> str:
+    return f"{feature}-refused"
+
+
+def _refusal(subject: Subject, name: str) -> Ruled:
     """Whether a call that needs what the subject declares it cannot raises."""
+    feature = next(feature for feature in ASKING if _refused(feature) == name)
     says = f"{feature} is declared impossible, so asking for it raises"
-    head, size = (f"{feature}-refused", "behaviour", says), SIZES[-1]
+    head, size = (name, "behaviour", says), SIZES[-1]
     try:
         subject.attend(ASKING[feature](draw(size, square=True)))
     except Exception as error:  # any error is a refusal

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxattn.check.subject import Checked
-from jaxattn.check.traced import Trace
+from jaxattn.check.subjects.attention import Checked
+from jaxattn.check.tracing.traced import Trace
 
 
 class Fault(NamedTuple):

@@ -1,8 +1,26 @@
-"""The laws that an attention is asked to hold, each with inputs so small that they can be read."""
+"""All laws by name, each with inputs so small that they can be read."""
 
-from jaxattn.check.law import Law
-from jaxattn.check.laws import axes, behaviour, derivatives, dropout, numbers
+from jaxattn.check.law import Law, table
+from jaxattn.check.laws import (
+    axes,
+    basis,
+    behaviour,
+    conversion,
+    decoder,
+    derivatives,
+    dropout,
+    hidden,
+    layer,
+    memory,
+    mixer,
+    numbers,
+    router,
+    sharding,
+    surgery,
+)  # fmt: skip
 
-LAWS: dict[str, Law] = {}
-for _module in (axes, numbers, behaviour, derivatives, dropout):
-    LAWS |= _module.LAWS
+MODULES = (
+    axes, numbers, hidden, behaviour, sharding, derivatives, dropout,  # attention of given heads
+    layer, decoder, memory, conversion, surgery, mixer, basis, router,
+)  # fmt: skip
+LAWS: dict[str, Law] = table(*(law for module in MODULES for law in module.LAWS.values()))

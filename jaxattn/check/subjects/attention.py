@@ -20,11 +20,22 @@ from jax import Array
 import jaxattn as ja
 
 Feature = Literal[
-    "mask", "head_mask", "causal", "bias", "gqa", "d_v", "cross", "dropout", "float64", "tracing"
+    "mask",
+    "head_mask",
+    "causal",
+    "bias",
+    "gqa",
+    "d_v",
+    "cross",
+    "dropout",
+    "float64",
+    "tracing",
+    "eager",
 ]
 FEATURES: tuple[Feature, ...] = (
-    "mask", "head_mask", "causal", "bias", "gqa", "d_v", "cross", "dropout", "float64", "tracing",
+    "mask", "head_mask", "causal", "bias", "gqa", "d_v", "cross", "dropout", "float64", "tracing", "eager",
 )  # fmt: skip
+Dropout = tuple[float, Array | None]  # rate, and the PRNG key that draws it
 KEYWORDS = {"mask": "mask", "causal": "is_causal", "bias": "bias"}
 
 
@@ -36,7 +47,7 @@ class Call(NamedTuple):
         mask: bool [b or 1, h or 1, q or 1, k], True = visible; None shows all.
         causal: row i sees keys up to i; the mask holds as well.
         bias: [b, h, q, k], added to the scaled scores.
-        dropout: rate, and what draws it; None is evaluation.
+        dropout: rate, and the PRNG key that draws it; without a rate or without a key it is evaluation.
     """
 
     query: Array
@@ -45,7 +56,7 @@ class Call(NamedTuple):
     mask: Array | None = None
     causal: bool = False
     bias: Array | None = None
-    dropout: tuple[float, Array] | None = None
+    dropout: Dropout | None = None
 
 
 class Checked(Protocol):
@@ -71,7 +82,8 @@ class Subject(NamedTuple):
     Attributes:
         name: as a verdict calls it.
         attend: from a call to [b, q, h, v].
-        supports: what it declares; a call that needs more must raise.
+        supports: what it declares; a call that needs more must raise. "tracing": JAX can transform it;
+            "eager": it runs outside of jit too.
         plain: whether it is softmax(q k / sqrt(d)) v head by head; a variant that mixes heads is not, and
             laws about values and single heads do not apply to it.
         version: of the library.
@@ -111,14 +123,14 @@ def of_function(
         >>> from jaxattn.check import of_function
         >>> subject = of_function(lambda query, key, value: value, layout="bqhd", name="nothing")
         >>> sorted(subject.supports)
-        ['cross', 'd_v', 'float64', 'gqa', 'tracing']
+        ['cross', 'd_v', 'eager', 'float64', 'gqa', 'tracing']
     """
     if sorted(layout.replace("b", "")) != sorted("qhd") or len(set(layout)) != len(layout):
         raise ValueError(
             f"layout: got {layout!r}, expected an order of b, q, h and d, b optional. Fix: 'bqhd' or 'bhqd'."
         )
     called = dict(KEYWORDS, **(keywords or {}))
-    takes = _keywords(function)
+    takes = keywords_of(function)
     if supports is None:
         none = {f for f in ("mask", "causal", "bias") if called[f] not in takes} | {"dropout"}
         none |= {"head_mask"} if "mask" in none else set()
@@ -155,7 +167,8 @@ def of_function(
     return Subject(title, attend, frozenset(supports))
 
 
-def _keywords(function: Callable) -> set[str]:
+def keywords_of(function: Callable) -> set[str]:
+    """The names that a function can be called with."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -182,14 +195,16 @@ def of_attention(
     """
 
     @functools.cache
-    def built(heads: int, width: int, v: int, dtype: Any) -> tuple[ja.Attention, Any]:
+    def built(heads: int, width: int, v: int, dtype: Any) -> tuple[Callable[..., Array], Any]:
         spec = ja.HeadSpec(model=heads * width, heads=heads, in_v=heads * v, out=heads * v, use_bias=False)
         with jax.ensure_compile_time_eval():  # kept, so it must not belong to a trace
             attn = attn_of(spec)
             leaves, tree = jax.tree.flatten(attn.init(jax.random.key(0), dtype))
             rng = np.random.default_rng(0)
             draw = lambda x: jnp.asarray(rng.normal(size=x.shape) / max(1, x.shape[0]) ** 0.5, dtype)
-            return attn, tree.unflatten(list(map(draw, leaves)))
+            params = tree.unflatten(list(map(draw, leaves)))
+        apply = functools.partial(_apply, attn, engine)  # an engine's loop compiles once, not each time
+        return jax.jit(apply, static_argnames="causal"), params
 
     def attend(call: Call) -> Array:
         if call.key.shape[2] != call.query.shape[2]:
@@ -197,15 +212,19 @@ def of_attention(
         if call.bias is not None or call.dropout is not None:
             raise NotImplementedError("bias, dropout: not asked of a variant here.")
         heads, width, v = *call.query.shape[2:], call.value.shape[3]
-        attn, params = built(heads, width, v, call.query.dtype)
-        mask = ja.causal() if call.causal else ja.everything()
-        if call.mask is not None:
-            real = jnp.broadcast_to(call.mask.any((1, 2)), call.key.shape[:2])
-            mask = mask & ja.masks.from_flax(call.mask) & ja.padding(real)
-        x_q, x_k, x_v = (states(x) for x in (call.query, call.key, call.value))
-        y, _ = attn.apply(params, x_q, (x_k, x_v), mask, engine=engine)
-        return einops.rearrange(y, "b q (h v) -> b q h v", h=heads)
+        apply, params = built(heads, width, v, call.query.dtype)
+        return apply(params, call.query, call.key, call.value, call.mask, causal=call.causal)
 
     supports = frozenset({"mask", "causal", "cross", "d_v", "float64", "tracing"})
     version = f"jaxattn {importlib.metadata.version('jaxattn')}"
     return Subject(name, attend, supports, False, version, least_heads, least_width)
+
+
+def _apply(attn: ja.Attention, engine: str, params: Any, query, key, value, mask, *, causal: bool) -> Array:
+    """Merged heads through an attention of ours, and its states cut into as many heads again."""
+    rule = ja.causal() if causal else ja.everything()
+    if mask is not None:
+        real = jnp.broadcast_to(mask.any((1, 2)), key.shape[:2])
+        rule = rule & ja.masks.from_flax(mask) & ja.padding(real)
+    y, _ = attn.apply(params, states(query), (states(key), states(value)), rule, engine=engine)
+    return einops.rearrange(y, "b q (h v) -> b q h v", h=query.shape[2])

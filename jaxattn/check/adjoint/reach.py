@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from jaxattn.attention import Attention
-from jaxattn.check.point import Point, generator
+from jaxattn.check.adjoint.point import Point, generator
 from jaxattn.check.verdict import Verdict, enable_x64, lookup, named_leaves, verdicts
 from jaxattn.transform import HeadTransform
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from jaxattn.check.point import Point, generator
+from jaxattn.check.adjoint.point import Point, generator
 from jaxattn.check.verdict import Finding, Verdict, spot, verdicts
 
 

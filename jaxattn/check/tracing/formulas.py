@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from jaxattn.attention import Attention
-from jaxattn.check.stages import Stages, numbers, take
+from jaxattn.check.tracing.stages import Stages, numbers, take
 from jaxattn.sides import Coupling, Factors, KeySide, Mix, QuerySide
 from jaxattn.spec import Rotary
 
@@ -46,8 +46,12 @@ def softmax(masked: np.ndarray, axis: int = -1) -> np.ndarray:
 
 
 def combine(weights: np.ndarray, value: np.ndarray, value_of: tuple[int, ...] | None = None) -> np.ndarray:
-    """sum_k weights[h,q,k] value[k,value_of(h)], as [..., q, h, v]."""
-    return np.einsum("...hqk,...khv->...qhv", weights, take(value, weights.shape[-3], value_of))
+    """sum_k weights[h,q,k] value[k,value_of(h)], as [..., q, h, v]; a row without any weight gives 0."""
+    value = take(value, weights.shape[-3], value_of)
+    if not np.isfinite(value).all():
+        asked = (weights != 0).any(-2)  # [..., h, k]
+        value = np.where(np.swapaxes(asked, -1, -2)[..., None], value, 0)
+    return np.einsum("...hqk,...khv->...qhv", weights, value)
 
 
 def plain(scale: float) -> Stages:

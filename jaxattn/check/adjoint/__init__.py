@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import Array
 
-from jaxattn.check.differences import EPS, Slope, extrapolated, noise, slope
-from jaxattn.check.point import Point, generator, locate
-from jaxattn.check.reach import Null as Null
-from jaxattn.check.reach import axes_of as axes_of
-from jaxattn.check.reach import nulls_of as nulls_of
-from jaxattn.check.reach import reach as reach
-from jaxattn.check.structure import jacobian_structure as jacobian_structure
+from jaxattn.check.adjoint.differences import EPS, Slope, extrapolated, noise, slope
+from jaxattn.check.adjoint.point import Point, generator, locate
+from jaxattn.check.adjoint.reach import Null as Null
+from jaxattn.check.adjoint.reach import axes_of as axes_of
+from jaxattn.check.adjoint.reach import nulls_of as nulls_of
+from jaxattn.check.adjoint.reach import reach as reach
+from jaxattn.check.adjoint.structure import jacobian_structure as jacobian_structure
 from jaxattn.check.verdict import Finding as Finding
 from jaxattn.check.verdict import Verdict as Verdict
 from jaxattn.check.verdict import compare as compare

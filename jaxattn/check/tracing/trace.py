@@ -18,10 +18,10 @@ from jax.core import Tracer
 from jaxattn import project
 from jaxattn.attend import attend
 from jaxattn.attention import Attention
-from jaxattn.check import formulas
-from jaxattn.check.invariants import MEANINGS, Facts, Invariant, agree, judge, place
-from jaxattn.check.stages import STAGES, Stages, axes_of, check_stages, numbers, walk
-from jaxattn.check.traced import Trace, TracedStage
+from jaxattn.check.tracing import formulas
+from jaxattn.check.tracing.invariants import MEANINGS, Facts, Invariant, agree, judge, place
+from jaxattn.check.tracing.stages import STAGES, Stages, axes_of, check_stages, numbers, walk
+from jaxattn.check.tracing.traced import Trace, TracedStage
 from jaxattn.engines.call import CAPTURES
 from jaxattn.masks import Mask, as_mask
 
@@ -215,7 +215,7 @@ def trace_of(
         return final.array if final.name == "output" else None
 
     def last(found: np.ndarray, limit: float) -> list[Invariant]:
-        return [_unmoved(run, states, x_kv is None, visible, found, limit, stages.array)]
+        return [_unmoved(run, states, x_kv is None, visible, found, limit)]
 
     return _ledger(stages, form, states, facts, tolerance, against, last)
 
@@ -231,7 +231,16 @@ def _visible(mask: Mask, x_q: Any, x_k: Any, positions: tuple[Array | None, Arra
     return np.broadcast_to(table, (*x_q.shape[:-2], *table.shape[-3:]))
 
 
-def _unmoved(run, states, alone: bool, visible, y: np.ndarray, limit: float, array=lambda x: x) -> Invariant:
+def _bumped(x: Any, row: int) -> Any:
+    """A copy, of the same library, with one row moved."""
+    if hasattr(x, "at"):
+        return x.at[..., row, :].add(1)
+    x = x.detach().clone() if hasattr(x, "detach") else np.array(x)
+    x[..., row, :] += 1
+    return x
+
+
+def _unmoved(run, states, alone: bool, visible, y: np.ndarray, limit: float) -> Invariant:
     """A source row changes; the outputs of queries that do not see it must not."""
     rule = "a hidden source row moves no output"
     hidden = ~visible.any(-3)  # [..., q, k]
@@ -242,10 +251,8 @@ def _unmoved(run, states, alone: bool, visible, y: np.ndarray, limit: float, arr
     if not of_row.any():
         return Invariant(rule, None, "does not apply: every query sees every row")
     row = int(np.argmax(of_row))
-    moved = [np.array(x) for x in states]
-    for x in moved[0 if alone else 1 :]:
-        x[..., row, :] += 1
-    after = run(*map(array, moved))
+    kept = 0 if alone else 1
+    after = run(*states[:kept], *(_bumped(x, row) for x in states[kept:]))
     if after is None:
         return Invariant(rule, None, "does not apply: the changed states came to no output")
     far = np.where(counted[..., row, None], np.abs(numbers(after) - y), 0)

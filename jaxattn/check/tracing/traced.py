@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxattn.check.invariants import Invariant
+from jaxattn.check.tracing.invariants import Invariant
 
 
 class TracedStage(NamedTuple):
@@ -41,14 +41,13 @@ class TracedStage(NamedTuple):
         mark = {"ok": "  ", "diverged": "->", "downstream": " ."}[self.status]
         shape = "not reached" if self.shape is None else str(self.shape)
         by = "" if self.given or self.name == "input" else " (by the formula)"
+        by += " (downstream)" if self.status == "downstream" else ""
         lines = [f"{mark} {self.name:<16}{shape:<18}{self.axes:<12}{self.meaning}{by}"]
         for one in self.invariants:
             word = {True: "yes", False: "NO", None: "-"}[one.holds]
             lines.append(f"     {word:<4}{one}")
         if self.status == "diverged":
-            lines.append(
-                f"   ^^ FIRST DIVERGENCE: {self.name}: {self.broken[0].name}; the rest is downstream"
-            )
+            lines.append(f"   ^^ FIRST DIVERGENCE: {self.name}: {self.broken[0]}; the rest is downstream")
         return "\n".join(lines)
 
 
@@ -145,7 +144,7 @@ def _picture(stage: TracedStage, visible: np.ndarray, batch: int | tuple[int, ..
     most = float(np.abs(finite).max(initial=0)) or 1.0
     columns = math.ceil(math.sqrt(len(heads)))
     rows = math.ceil(len(heads) / columns)
-    figure = Figure(figsize=(2.2 * columns + 1, 2.2 * rows + 0.6), layout="constrained")
+    figure = Figure(figsize=(2.2 * columns + 1, 2.4 * rows + 0.6), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
     low, colours = (-most, "RdBu") if signed else (0, "Greys")
     images = []

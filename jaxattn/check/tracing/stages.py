@@ -116,15 +116,25 @@ def check_stages(stages: Stages) -> None:
             )
 
 
+def hosted(x: Anything) -> np.ndarray:
+    """An array of any library as numpy sees it; torch's are detached and brought over first."""
+    if not hasattr(x, "detach"):
+        return np.asarray(x)
+    x = x.detach().cpu()
+    if str(x.dtype) == "torch.bfloat16":  # a type that numpy knows by another package alone
+        return x.float().numpy().astype(jnp.bfloat16)
+    return x.numpy()
+
+
 def numbers(x: Anything) -> np.ndarray:
     """Values as numpy holds them; every floating type as float64."""
-    x = np.asarray(x)
+    x = hosted(x)
     return x if x.dtype == bool or np.issubdtype(x.dtype, np.integer) else x.astype(np.float64)
 
 
 def eps(x: Anything) -> float:
     """The distance from 1 to the next number in the type of `x`; 0 for whole numbers."""
-    dtype = np.asarray(x).dtype
+    dtype = hosted(x).dtype
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
@@ -147,12 +157,13 @@ def walk(
     """
     sizes = dict(sizes)
     mine: dict[str, Anything] = dict(zip(("x_q", "x_k", "x_v"), states, strict=True))
-    mine["visible"] = given.array(visible)
+    mine["visible"] = given.array(np.array(visible))
     house = {"visible": visible} | {name: numbers(mine[name]) for name in ("x_q", "x_k", "x_v")}
     given = _opened(given, mine)
     coarsest = max(eps(x) for x in states)
     yield Found("input", house["x_q"], problem=_misfit("input", house["x_q"], sizes), eps=coarsest)
     yield _round_trip(given, formula, house["x_q"].shape[:-1], sizes)
+    given = given._replace(array=_of_type(given.array, hosted(states[0]).dtype))
     for name in STAGES[2:]:
         found, own = _step(name, given, formula, mine, house, sizes)
         if (array := found.array) is not None:
@@ -161,6 +172,16 @@ def walk(
         yield found
         if found.problem:
             return
+
+
+def _of_type(array: Callable[[np.ndarray], Anything], dtype: Any) -> Callable[[np.ndarray], Anything]:
+    """What makes arrays from those of a formula, in the type of the states: libraries do not mix types."""
+
+    def made(x: np.ndarray) -> Anything:
+        floats = jnp.issubdtype(dtype, jnp.floating) and x.dtype == np.float64
+        return array(np.array(x, dtype if floats else None))
+
+    return made
 
 
 def _opened(given: Stages, mine: dict[str, Anything]) -> Stages:
@@ -207,8 +228,10 @@ def _step(name, given: Stages, formula: Stages, mine, house, sizes) -> tuple[Fou
             own = call(*(mine[i] for i in inputs)) if call is not None else None
             known = own is not None
             want = rule(*(house[i] for i in inputs)) if rule is not None else None
-        if own is None:
-            want = house[inputs[0]] if want is None else want
+        if own is None and want is None:
+            own, want = mine[inputs[0]], house[inputs[0]]
+        elif own is None:
+            assert want is not None
             own = given.array(_turned(want, given.layout) if name in IN_HEADS else want)
         array = _turned(numbers(own), given.layout) if name in IN_HEADS else numbers(own)
         return Found(name, array, want, known, eps=eps(own)), own

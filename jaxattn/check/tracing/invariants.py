@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxattn.check import formulas
-from jaxattn.check.stages import Found, axes_of, take
+from jaxattn.check.tracing.lookalikes import lookalikes
+from jaxattn.check.tracing.stages import Found, axes_of, take
 
 # What one number of each stage says.
 MEANINGS = {
@@ -95,6 +95,11 @@ class Facts(NamedTuple):
         none = np.asarray(~self.visible.any(-1))
         return none if self.rows is None else none & self.rows[..., None, :]
 
+    @property
+    def unseen(self) -> np.ndarray:
+        """Key rows that no query sees in any head, [..., k]: what they hold counts for nothing."""
+        return np.asarray(~self.visible.any((-3, -2)))
+
 
 def place(name: str, bad: np.ndarray) -> str:
     """The coordinates of the largest entry, by axis name."""
@@ -132,6 +137,7 @@ def _finite(found: Found, facts: Facts) -> list[Invariant]:
     array = found.array
     if found.name == "input" and facts.rows is not None:
         array = np.where(facts.rows[..., None], array, 0)  # what padding holds counts for nothing
+    array = _seen(found.name, array, facts)
     if found.name == "masked scores":
         bad, name = np.isnan(array) | np.isposinf(array), "no NaN, no +inf"
     else:
@@ -141,15 +147,27 @@ def _finite(found: Found, facts: Facts) -> list[Invariant]:
                       place(found.name, bad) if count else "")]  # fmt: skip
 
 
+def _seen(name: str, array: np.ndarray, facts: Facts) -> np.ndarray:
+    """An array up to the mask without what is of rows that nobody sees."""
+    if name in ("K", "V"):
+        return np.where(facts.unseen[..., :, None, None], 0, array)
+    if name in ("scores", "mixed scores"):
+        return np.where(facts.unseen[..., None, None, :], 0, array)
+    return array
+
+
 def _by_formula(found: Found, arrays: dict[str, np.ndarray], facts: Facts) -> list[Invariant]:
     """The stage against its formula, where a callable made it; and what it looks like if it differs."""
     if found.want is None or not found.given or found.name not in RULES:
         return []
     assert found.array is not None
-    result = agree(found.name, RULES[found.name], found.array, found.want, facts.tolerance)
-    if not result.holds and found.array.shape == found.want.shape:
-        for what, other in _LOOKALIKES.get(found.name, lambda *_: [])(found, arrays, facts):
-            if agree(found.name, "", found.array, other, facts.tolerance).holds:
+    if found.array.shape != found.want.shape:
+        return [agree(found.name, RULES[found.name], found.array, found.want, facts.tolerance)]
+    got, want = (_seen(found.name, x, facts) for x in (found.array, found.want))
+    result = agree(found.name, RULES[found.name], got, want, facts.tolerance)
+    if not result.holds:
+        for what, other in lookalikes(found, arrays, facts.scale, facts.visible):
+            if agree(found.name, "", got, _seen(found.name, other, facts), facts.tolerance).holds:
                 result = result._replace(where=f"{result.where}; it is {what}")
     return [result]
 
@@ -240,8 +258,9 @@ def _weights(found: Found, arrays, facts: Facts) -> list[Invariant]:
     rule = "rows sum to one" + (", dead ones to zero" if facts.dead_rows else "")
     worst = float(np.nan_to_num(far, nan=np.inf).max(initial=0))
     where = place(found.name, far[..., None]).rsplit(" ", 1)[0] if worst > facts.tolerance else ""
-    if where and np.abs(array.sum(-2) - 1).max() <= facts.tolerance:
-        where += "; the columns do: the softmax runs over queries"
+    for axis, what in ((-2, "queries"), (-3, "heads")):
+        if where and np.abs(array.sum(axis) - 1).max() <= facts.tolerance:
+            where += f"; the sums over {what} do: the softmax runs over {what}"
     low = abs(float(np.nan_to_num(array, nan=-np.inf).min(initial=0)))
     return [
         Invariant(rule, worst <= facts.tolerance, worst, facts.tolerance, where),
@@ -284,7 +303,7 @@ def _heads(found: Found, arrays, facts: Facts) -> list[Invariant]:
     dead = np.broadcast_to(~facts.visible.any(-1, keepdims=True), array.shape)
     outside = np.where(dead, 0, np.maximum(low - array, array - high))
     worst = float(np.maximum(np.nan_to_num(outside, nan=np.inf), 0).max(initial=0))
-    limit = facts.tolerance * max(1.0, float(np.abs(value).max(initial=0)))
+    limit = facts.tolerance * max(1.0, float(np.abs(value[np.isfinite(value)]).max(initial=0)))
     where = place(found.name, np.moveaxis(outside, -3, -2)) if worst > limit else ""
     return [Invariant(rule, worst <= limit, worst, limit, where)]
 
@@ -305,32 +324,4 @@ _OWN: dict[str, Any] = {
     "input": _input, "head round trip": _round_trip, "K": _key, "V": _value, "scores": _scores,
     "masked scores": _masked, "weights": _weights, "mixed weights": _mixed_weights, "heads": _heads,
     "output": _output,
-}  # fmt: skip
-
-
-def _score_lookalikes(found: Found, arrays, facts: Facts):
-    assert found.want is not None
-    yield "the same without the scale", found.want / facts.scale
-    yield "scaled twice", found.want * facts.scale
-
-
-def _head_lookalikes(found: Found, arrays, facts: Facts):
-    assert found.array is not None
-    value = arrays["V"]
-    tiles = tuple(h % value.shape[-2] for h in range(found.array.shape[-2]))
-    yield (
-        "head h with value head h % hV (tile order)",
-        formulas.combine(arrays["mixed weights"], value, tiles),
-    )
-
-
-def _merged_lookalikes(found: Found, arrays, facts: Facts):
-    heads = arrays["heads"]
-    yield "channels first, head h at v*hv + h", formulas.merge(np.swapaxes(heads, -1, -2))
-    turned = np.swapaxes(heads, -2, -3)
-    yield "a reshape of [h, q, v] without a transpose", turned.reshape(*heads.shape[:-2], -1)
-
-
-_LOOKALIKES: dict[str, Any] = {
-    "scores": _score_lookalikes, "heads": _head_lookalikes, "merged": _merged_lookalikes,
 }  # fmt: skip

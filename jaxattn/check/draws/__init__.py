@@ -1,0 +1,1 @@
+"""Drawn calls and what loops over numpy answer."""

@@ -1,0 +1,1 @@
+"""The kinds of what is checked, each behind one signature."""

@@ -1,0 +1,1 @@
+"""The ledger of one call, stage by stage."""
