@@ -15,11 +15,12 @@ import pytest
 from cases import expected, fill, layer
 
 import jaxattn as ja
+from jaxattn.check.adapters.conversion import flax_nnx
 from jaxattn.check.faults import conversion, surgery
 from jaxattn.check.faults.conversion import APART, FUSED, GROUPED, reader
 from jaxattn.check.faults.surgery import surgeon
 from jaxattn.check.report import run
-from jaxattn.check.subjects.conversion import Conversion, Dims, Layout, as_stored, flax_nnx, owners, store
+from jaxattn.check.subjects.conversion import Conversion, Dims, Layout, as_stored, owners, store
 from jaxattn.check.subjects.params import AXES, ROLES, drawn, gated, leaves, left, same, states, tree
 from jaxattn.check.subjects.surgery import Pruned, Surgery
 

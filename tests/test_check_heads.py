@@ -10,6 +10,7 @@ from cases import CASES, expected
 from head_subjects import VARIANTS
 
 from jaxattn.check import report
+from jaxattn.check.adapters.mixer import MIXERS
 from jaxattn.check.faults import basis as bases_faults
 from jaxattn.check.faults import mixer as heads_faults
 from jaxattn.check.faults import router as routers_faults
@@ -23,7 +24,7 @@ from jaxattn.check.laws import mixer as heads_laws
 from jaxattn.check.laws import router as routers_laws
 from jaxattn.check.report import assert_laws, run
 from jaxattn.check.subjects import router as routers
-from jaxattn.check.subjects.mixer import HEADS, Basis, MixCall, Mixer, Overlap, mixed, of_mixer
+from jaxattn.check.subjects.mixer import Basis, MixCall, Mixer, Overlap, mixed, of_mixer
 from jaxattn.check.subjects.router import RouteCall, Routed, Router, of_router, route_call
 
 pytestmark = pytest.mark.heavy
@@ -183,7 +184,7 @@ def test_our_variants_hold_every_law(name, monkeypatch):
 
 def test_an_engine_of_ours_holds_every_law(monkeypatch):
     monkeypatch.setattr(report, "SIZES", SIZES[1:2])
-    subject = HEADS["jaxattn.blocked"]()
+    subject = MIXERS["jaxattn.blocked"]()
     assert subject.name == "jaxattn.blocked"
     assert_laws(subject._replace(attend=jax.jit(subject.attend)))
 
@@ -195,7 +196,7 @@ def test_the_adapters_of_variants_reach_them(monkeypatch):
 
     flipped = lambda x, static, rows: jnp.einsum("...iqk,oi->...oqk", x, static.matrix)
     monkeypatch.setattr(formula, "STEPS", formula.STEPS._replace(mix=flipped))
-    (ruled,) = run(HEADS["jaxattn.dense"](), laws=["mix-direction"]).rulings
+    (ruled,) = run(MIXERS["jaxattn.dense"](), laws=["mix-direction"]).rulings
     assert ruled.ruling == "broken" and "transpose" in ruled.note, str(ruled)
 
 

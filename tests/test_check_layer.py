@@ -205,6 +205,6 @@ def test_heads_of_a_sublayer_are_asked_the_laws_of_heads():
     found = run(heads_of(FAULTS["channels before heads"].subject), laws=laws, quick=True)
     assert {"heads-in-order", "values"} <= {ruled.law for ruled in found.broken}
     narrow = heads_of(layer_of("right")._replace(supports=frozenset({"cross", "mask"})))
-    assert narrow.supports == {"cross", "mask"}
+    assert narrow.supports == {"cross", "mask", "eager"}
     refused = run(narrow, laws=["causal-refused", "gqa-refused", "d_v-refused", "bias-refused"])
     assert [ruled.ruling for ruled in refused.rulings] == ["refused"] * 4

@@ -14,11 +14,13 @@ from jaxattn.check.subjects.attention import Call as Call
 from jaxattn.check.subjects.attention import Subject as Subject
 from jaxattn.check.subjects.attention import of_attention as of_attention
 from jaxattn.check.subjects.attention import of_function as of_function
-from jaxattn.check.subjects.conversion import CONVERSIONS as CONVERSIONS
 from jaxattn.check.subjects.conversion import Conversion as Conversion
 from jaxattn.check.subjects.conversion import Layout as Layout
 from jaxattn.check.subjects.decoder import Decoder as Decoder
 from jaxattn.check.subjects.decoder import Memory as Memory
+from jaxattn.check.subjects.decoder import Room as Room
+from jaxattn.check.subjects.decoder import Rows as Rows
+from jaxattn.check.subjects.decoder import Source as Source
 from jaxattn.check.subjects.layer import Layer as Layer
 from jaxattn.check.subjects.layer import LayerCall as LayerCall
 from jaxattn.check.subjects.layer import heads_of as heads_of
@@ -28,7 +30,6 @@ from jaxattn.check.subjects.mixer import BasisCall as BasisCall
 from jaxattn.check.subjects.mixer import MixCall as MixCall
 from jaxattn.check.subjects.mixer import Mixer as Mixer
 from jaxattn.check.subjects.mixer import Overlap as Overlap
-from jaxattn.check.subjects.mixer import of_form as of_form
 from jaxattn.check.subjects.mixer import of_mixer as of_mixer
 from jaxattn.check.subjects.params import Dims as Dims
 from jaxattn.check.subjects.router import RouteCall as RouteCall

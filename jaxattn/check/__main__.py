@@ -12,12 +12,17 @@ import os
 import sys
 from pathlib import Path
 
+import jaxlib.version
+
 from jaxattn.check.adapters import SUBJECTS
 from jaxattn.check.beside import beside
 from jaxattn.check.request import reports, requests
 
 DEVICES = "--xla_force_host_platform_device_count=2"  # a law splits heads over two
-UNOPTIMISED = "--xla_backend_optimization_level=0"  # programs that run once: compiling them is the time
+# Each program runs once, so that compiling is the time. XLA stops at a flag that it does not know.
+UNOPTIMISED = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+if jaxlib.version.__version__.startswith("0.10."):
+    UNOPTIMISED.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="a folder for one JSON file a subject")
     parser.add_argument("--page", type=Path, help="a Markdown file of all of them beside each other")
     options = parser.parse_args(arguments)
-    flags = [os.environ.get("XLA_FLAGS", ""), DEVICES, UNOPTIMISED if options.quick else ""]
+    flags = [os.environ.get("XLA_FLAGS", ""), DEVICES, *(UNOPTIMISED if options.quick else [])]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))  # read when the first array is made
     sys.path.insert(0, "")
     try:

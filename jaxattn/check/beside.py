@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from jaxattn.check.report import Report, Ruled
 
-SAID = {"holds": "holds", "refused": "refused", "not asked": ""}
-
 
 def beside(reports: Sequence[Report]) -> str:
     """Markdown of some reports: laws down, subjects across, then what breaks each law.
@@ -39,7 +37,9 @@ def _table(kind: str, reports: list[Report]) -> str:
 
 
 def _cell(ruled: Ruled | None) -> str:
-    return "" if ruled is None else SAID.get(ruled.ruling, f"**{ruled.ruling}**")
+    if ruled is None or ruled.ruling == "not asked":
+        return ""
+    return str(ruled) if ruled.good else f"**{ruled.ruling}**"
 
 
 def _breaks(reports: list[Report]) -> str:

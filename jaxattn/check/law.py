@@ -4,6 +4,7 @@ What must hold is computed by loops over numpy, or said by the law itself (a row
 key's value), never by another engine.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -149,10 +150,27 @@ def distance(got: Any, want: Any) -> float:
     return float(np.abs(got - want).max() / max(1.0, np.abs(want).max()))
 
 
+@functools.lru_cache(maxsize=8)
 def of_sides(subject: Subject) -> Callable[[Array, Array, Array], Array]:
     """Attention of query, key and value alone; as one program where it can be traced."""
     run = lambda query, key, value: subject.attend(Call(query, key, value))
     return jax.jit(run) if "tracing" in subject.supports else run
+
+
+def slopes(subject: Subject, call: Call, rows: np.ndarray | None = None) -> tuple[Array, Array, Array]:
+    """Gradients of query, key and value, of the sum of squares of some output rows [q]; None takes all."""
+    shown = np.ones(call.query.shape[1], bool) if rows is None else rows
+    return _slopes(subject)(call[:3], call.mask, shown)
+
+
+@functools.lru_cache(maxsize=8)
+def _slopes(subject: Subject) -> Callable[..., tuple[Array, Array, Array]]:
+    def loss(sides, mask, shown):
+        query, key, value = sides
+        out = subject.attend(Call(query, key, value, mask))
+        return jnp.sum(jnp.where(shown[:, None, None], out, 0) ** 2)
+
+    return jax.jit(jax.grad(loss))
 
 
 def noted(measured: float, limit: float, note: str) -> Outcome:

@@ -1,17 +1,16 @@
 """What is known by name: attentions of given heads, sublayers, decoders, memories, conversions."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxattn.check.adapters.conversion import CONVERSIONS
 from jaxattn.check.adapters.decoder import DECODERS, MEMORIES
-from jaxattn.check.adapters.layer import LAYERS
+from jaxattn.check.adapters.layer import LAYERS, from_torch, torch_tensor
+from jaxattn.check.adapters.mixer import MIXERS
 from jaxattn.check.subjects.attention import FEATURES, Call, Checked, Subject, of_function
-from jaxattn.check.subjects.conversion import CONVERSIONS
 from jaxattn.check.subjects.layer import heads_of
 
 
@@ -26,18 +25,13 @@ def torch_sdpa() -> Subject:
     """`torch.nn.functional.scaled_dot_product_attention`, by values alone: JAX cannot trace it."""
     import torch  # pyright: ignore[reportMissingImports]  (only where installed)
 
-    def tensor(x: Any) -> Any:
-        half = jnp.asarray(x).dtype == jnp.bfloat16
-        out = torch.from_numpy(np.array(x, np.float32 if half else None))
-        return out.to(torch.bfloat16) if half else out
-
     def attend(call: Call) -> Array:
         heads, k = call.query.shape[2], call.key.shape[1]
-        query, key, value = (tensor(x).transpose(1, 2) for x in call[:3])
+        query, key, value = (torch_tensor(x).transpose(1, 2) for x in call[:3])
         shape = (len(call.query), heads, call.query.shape[1], k)
-        mask = None if call.mask is None else tensor(np.broadcast_to(np.asarray(call.mask), shape))
+        mask = None if call.mask is None else torch_tensor(np.broadcast_to(np.asarray(call.mask), shape))
         if call.bias is not None:
-            mask = tensor(call.bias)
+            mask = torch_tensor(call.bias)
         rate, dropout_key = call.dropout or (0.0, None)
         rate = 0.0 if dropout_key is None else rate  # a function has no mode, so its caller decides
         if dropout_key is not None:
@@ -46,7 +40,7 @@ def torch_sdpa() -> Subject:
             query, key, value, attn_mask=mask, dropout_p=rate, is_causal=call.causal,
             enable_gqa=key.shape[1] != heads,
         )  # fmt: skip
-        return jnp.asarray(out.transpose(1, 2).to(torch.float64).numpy())
+        return from_torch(out.transpose(1, 2))
 
     supports = frozenset(FEATURES) - {"tracing"}
     return Subject("torch.sdpa", attend, supports, version=f"torch {torch.__version__}")
@@ -61,6 +55,7 @@ SUBJECTS: dict[str, tuple[Callable[[], Checked], ...]] = {
     "jaxattn": (
         _heads("jaxattn"), LAYERS["jaxattn"], LAYERS["jaxattn.linen"], LAYERS["jaxattn.attention"],
         DECODERS["jaxattn"], DECODERS["jaxattn.nnx"], MEMORIES["jaxattn"], *CONVERSIONS.values(),
+        MIXERS["jaxattn.blocked"],
     ),
     "jax.nn": (jax_nn,),
     "flax.nnx": (_heads("flax.nnx"), LAYERS["flax.nnx"], DECODERS["flax.nnx"]),

@@ -171,14 +171,28 @@ def _as_linear(params: Params) -> dict[tuple[str, str], Array]:
     return flat
 
 
+def torch_tensor(x: Any) -> Any:
+    """An array as torch has it; numpy knows no bfloat16, so it goes by way of float32."""
+    import torch  # pyright: ignore[reportMissingImports]  (only where installed)
+
+    half = jnp.asarray(x).dtype == jnp.bfloat16
+    out = torch.from_numpy(np.array(x, np.float32 if half else None))
+    return out.to(torch.bfloat16) if half else out
+
+
+def from_torch(x: Any) -> Array:
+    """And back."""
+    import torch  # pyright: ignore[reportMissingImports]  (only where installed)
+
+    return jnp.asarray((x.float() if x.dtype == torch.bfloat16 else x).numpy())
+
+
 def torch_mha() -> Layer:
     """`torch.nn.MultiheadAttention`, whose True hides; asked for weights, it gives those of every head."""
     import torch  # pyright: ignore[reportMissingImports]  (only where installed)
 
-    tensor = lambda x: torch.from_numpy(np.array(x))
-
     def answer(call: LayerCall, weights: bool) -> tuple[Array, Array | None]:
-        w, flat = widths_of(call.params), {k: tensor(x) for k, x in _as_linear(call.params).items()}
+        w, flat = widths_of(call.params), {k: torch_tensor(x) for k, x in _as_linear(call.params).items()}
         biased = "bias" in call.params["out"]
         layer = torch.nn.MultiheadAttention(
             w.in_q, w.h, bias=biased, kdim=w.in_k, vdim=w.in_v, batch_first=True,
@@ -194,22 +208,22 @@ def torch_mha() -> Layer:
             placed["in_proj_bias"] = torch.cat([flat[n, "bias"] for n in LEAVES[:3]])
             placed["out_proj.bias"] = flat["out", "bias"]
         layer.load_state_dict(placed)
-        x_q = tensor(call.x_q)
-        x_k, x_v = (x_q if x is call.x_q else tensor(x) for x in (call.x_k, call.x_v))
+        x_q = torch_tensor(call.x_q)
+        x_k, x_v = (x_q if x is call.x_q else torch_tensor(x) for x in (call.x_k, call.x_v))
         with torch.no_grad():
             y, found = layer(
                 x_q, x_k, x_v, attn_mask=hidden(call, w.h), is_causal=call.causal and call.mask is None,
                 need_weights=weights, average_attn_weights=False,
             )  # fmt: skip
-        return jnp.asarray(y.numpy()), None if found is None else jnp.asarray(found.numpy())
+        return from_torch(y), None if found is None else from_torch(found)
 
     def hidden(call: LayerCall, heads: int) -> Any:
         b, q, k = *call.x_q.shape[:2], call.x_k.shape[1]
         seen = np.ones((q, k), bool) if not call.causal else np.tril(np.ones((q, k), bool))
         if call.mask is None:
-            return tensor(~seen) if call.causal else None
+            return torch_tensor(~seen) if call.causal else None
         whole = np.broadcast_to(np.asarray(call.mask), (b, heads, q, k)) & seen
-        return tensor(~whole.reshape(b * heads, q, k))
+        return torch_tensor(~whole.reshape(b * heads, q, k))
 
     supports = frozenset(LAYER_FEATURES) - {"gqa", "d", "d_v", "out", "dropout", "tracing"}
     ask: Any = lambda call: answer(call, True)

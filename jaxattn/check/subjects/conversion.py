@@ -4,16 +4,11 @@ It can be wrong while every shape is right, so numbers are followed one by one: 
 What a stored layout means is written out here row by row, apart from any converter.
 """
 
-import functools
-import importlib
-import importlib.metadata
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-import jaxattn as ja
 from jaxattn.check.subjects.params import ROLES, Dims, Params, attended
 
 
@@ -146,39 +141,3 @@ def as_stored(stored: Params, layout: Layout, dims: Dims, x: np.ndarray) -> np.n
         (dims.m, -1) if layout.kernels == "out in" else (-1, dims.m)
     )
     return heads.reshape(*x.shape[:2], -1) @ _turned(flat, layout).T + stored["out"].get("bias", 0.0)
-
-
-# Readers that are known by name
-
-
-def flax_nnx() -> Conversion:
-    """`jaxattn.MultiHeadAttention` that takes over the state of a `flax.nnx.MultiHeadAttention`."""
-    nnx = importlib.import_module("flax.nnx")
-
-    @functools.cache
-    def layer(kind: Any, dims: Dims) -> Any:
-        sizes = dict(
-            num_heads=dims.h, num_kv_heads=dims.g, in_features=dims.m, qkv_features=dims.h * dims.d
-        )  # fmt: skip
-        return nnx.eval_shape(lambda: kind(**sizes, decode=False, rngs=nnx.Rngs(0)))  # numbers come later
-
-    def moved(params: Params, dims: Dims, source: Any, target: Any) -> Params:
-        first, second = layer(source, dims), layer(target, dims)
-        for role, own in params.items():
-            for leaf, x in own.items():
-                getattr(getattr(first, role), leaf).set_value(jnp.asarray(x))
-        nnx.update(second, nnx.state(first, nnx.Param))
-        arrived = lambda role, leaf: getattr(getattr(second, role), leaf)[...]
-        return {role: {leaf: arrived(role, leaf) for leaf in own} for role, own in params.items()}
-
-    return Conversion(
-        "flax.nnx",
-        lambda stored, dims: moved(stored, dims, nnx.MultiHeadAttention, ja.MultiHeadAttention),
-        Layout(kernels="in out", split=True),
-        lambda params, dims: moved(params, dims, ja.MultiHeadAttention, nnx.MultiHeadAttention),
-        frozenset({"gqa", "store"}),
-        version=f"flax {importlib.metadata.version('flax')}",
-    )
-
-
-CONVERSIONS: dict[str, Callable[[], Conversion]] = {"flax.nnx": flax_nnx}
