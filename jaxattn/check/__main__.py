@@ -15,7 +15,7 @@ from pathlib import Path
 import jaxlib.version
 
 from jaxattn.check.adapters import SUBJECTS
-from jaxattn.check.beside import beside
+from jaxattn.check.beside import beside, laws_page
 from jaxattn.check.request import reports, requests
 
 DEVICES = "--xla_force_host_platform_device_count=2"  # a law splits heads over two
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("subject", nargs="+", help=f"{', '.join(SUBJECTS)}, module:function, or a registry")
+    parser.add_argument("subject", nargs="*", help=f"{', '.join(SUBJECTS)}, module:function, or a registry")
     parser.add_argument("--layout", default="bqhd", help="axes of a function's arguments, such as bhqd")
     parser.add_argument(
         "--quick", action="store_true", help="the two smallest sizes alone, compiled without optimisation"
@@ -39,7 +39,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes beside each other")
     parser.add_argument("--json", type=Path, help="a folder for one JSON file a subject")
     parser.add_argument("--page", type=Path, help="a Markdown file of all of them beside each other")
+    parser.add_argument("--laws", action="store_true", help="print all laws as a Markdown page, and stop")
     options = parser.parse_args(arguments)
+    if options.laws:
+        print(laws_page(), end="")
+        return 0
+    if not options.subject:
+        parser.error("no subject. Fix: one or more of those below --help")
     flags = [os.environ.get("XLA_FLAGS", ""), DEVICES, *(UNOPTIMISED if options.quick else [])]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))  # read when the first array is made
     sys.path.insert(0, "")

@@ -1,9 +1,37 @@
-"""Reports beside each other as a page: a table for each kind of subject, and the inputs that break a law."""
+"""Pages in Markdown: all laws; and reports beside each other, with the inputs that break a law."""
 
 import platform
 from collections.abc import Sequence
 
+from jaxattn.check.law import Law
+from jaxattn.check.laws import LAWS
 from jaxattn.check.report import Report, Ruled
+
+
+def laws_page() -> str:
+    """All laws by the kind of subject that they speak of."""
+    lines = [
+        "# The laws",
+        "",
+        f"{len(LAWS)} laws, by the kind of subject. What must hold is computed by loops over numpy in",
+        "float64, or said by the law itself. Some need a feature that a subject declares; those marked plain",
+        "speak of softmax(q k / sqrt(d)) v head by head. Written by `python -m jaxattn.check --laws`.",
+    ]
+    kinds: dict[type, list[Law]] = {}
+    for law in LAWS.values():
+        kinds.setdefault(law.about, []).append(law)
+    for kind, some in kinds.items():
+        lines += [
+            "",
+            f"## {kind.__name__}",
+            "",
+            "| level | law | what must hold | needs |",
+            "|---|---|---|---|",
+        ]
+        for law in some:
+            needs = ", ".join([*(["plain"] if law.plain else []), *sorted(law.needs)])
+            lines.append(f"| {law.level} | {law.name} | {law.says} | {needs} |")
+    return "\n".join(lines) + "\n"
 
 
 def beside(reports: Sequence[Report]) -> str:

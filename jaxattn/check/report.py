@@ -2,8 +2,9 @@
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,12 +70,17 @@ class Report(NamedTuple):
         """What is not as it should be."""
         return tuple(ruled for ruled in self.rulings if not ruled.good)
 
+    @property
+    def counts(self) -> str:
+        """How many laws came to each ruling, as words."""
+        found = Counter(ruled.ruling for ruled in self.rulings)
+        return ", ".join(f"{found[ruling]} {ruling}" for ruling in get_args(Ruling) if found[ruling])
+
     def __str__(self) -> str:
-        count, bad = len(self.rulings), len(self.broken)
         width = max((len(ruled.law) for ruled in self.rulings), default=0)
         head = f"{self.subject} ({self.kind}) {self.version}".strip()
         lines = [f"  {ruled.level:9} {ruled.law:{width}}  {ruled}" for ruled in self.rulings]
-        return "\n".join([f"{head}: {count - bad} of {count} as they should be", *lines])
+        return "\n".join([f"{head}: {self.counts}", *lines])
 
     def as_json(self) -> str:
         """The same as strict JSON; what is no number is null."""

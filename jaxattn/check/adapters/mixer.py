@@ -1,6 +1,7 @@
 """This library's own mixes of heads, by the engines that run them."""
 
 import functools
+import importlib.metadata
 from collections.abc import Callable
 
 from jax import Array
@@ -33,7 +34,8 @@ def of_form(engine: str = "dense") -> Mixer:
         )
         return heads
 
-    return Mixer(f"jaxattn.{engine}", attend)
+    version = f"jaxattn {importlib.metadata.version('jaxattn')}"
+    return Mixer(f"jaxattn.{engine}", attend, version=version)
 
 
 MIXERS: dict[str, Callable[[], Mixer]] = {

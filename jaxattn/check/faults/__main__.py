@@ -1,7 +1,6 @@
-"""`python -m jaxattn.check.faults` prints the table of planted faults."""
+"""`python -m jaxattn.check.faults` prints the page of planted faults."""
 
-from jaxattn.check.faults import FAULTS
-from jaxattn.check.faults.table import rows
+from jaxattn.check.faults.table import page
 
 if __name__ == "__main__":
-    print("\n".join(rows(FAULTS)))
+    print(page(), end="")

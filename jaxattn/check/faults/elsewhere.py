@@ -22,10 +22,10 @@ ELSEWHERE: dict[str, str] = {
         "`experiments/compare.py` puts parameters and MACs beside each score"
     ),
     "a reused test set, an untuned baseline (M3.2 0x0BAA)": (
-        "`experiments/compare.py` tunes every row and states the split: tests/test_experiments.py"
+        "`experiments/compare.py` says on what the learning rate was chosen, and that others may be at a loss"
     ),
     "borrowed rows of W_O zeroed, or a narrow basis, called exact (M3.2 0x0BBA; 0x0BBB)": (
-        "`Declaration.upgrade` says when one is: tests/test_laws_declared.py"
+        "`Declaration.upgrade` says when one is: tests/test_laws_reductions.py"
     ),
     "resume from a part of the state, an update by NaN (PUB-28; PUB-29)": "tests/test_cases_training.py",
 }

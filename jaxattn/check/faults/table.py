@@ -1,7 +1,8 @@
-"""The planted faults as a table in Markdown."""
+"""The planted faults as a page in Markdown."""
 
 from collections.abc import Mapping
 
+from jaxattn.check.faults import ELSEWHERE, FAULTS, OPEN
 from jaxattn.check.faults.fault import Fault
 
 HEAD = ("fault", "what is wrong", "law", "stage", "source")
@@ -11,7 +12,6 @@ def rows(faults: Mapping[str, Fault]) -> list[str]:
     """A line for each fault, after the two of the head.
 
     Example:
-        >>> from jaxattn.check.faults.attention import FAULTS
         >>> print("\\n".join(rows({name: FAULTS[name] for name in ("no scale", "a derivative without the scale")})))
         | fault | what is wrong | law | stage | source |
         |---|---|---|---|---|
@@ -25,15 +25,32 @@ def rows(faults: Mapping[str, Fault]) -> list[str]:
     ]
 
 
-def rows_in(text: str) -> list[str]:
-    """The lines of the one such table in a page; none where there is not just one."""
-    lines = text.splitlines()
-    starts = [number for number, line in enumerate(lines) if line == _line(*HEAD)]
-    if len(starts) != 1:
-        return []
-    rest = lines[starts[0] :]
-    ends = [number for number, line in enumerate(rest) if not line.startswith("|")]
-    return rest[: ends[0]] if ends else rest
+def page() -> str:
+    """All faults, what else the sources name and what guards it, and what nothing catches."""
+    listed = lambda entries: [f"- {name}: {said}" for name, said in entries.items()]
+    lines = [
+        "# Planted faults",
+        "",
+        f"{len(FAULTS)} wrong programs that keep every shape, of `jaxattn/check/faults`.",
+        "Each is caught by the law that is named, and the trace of one call marks its stage first. A test",
+        "plants them all. Sources are sections of the article on multi-head attention (M3.2), the second article,",
+        "on debugging attention, and public bug reports (PUB). Written by `python -m jaxattn.check.faults`.",
+        "",
+        *rows(FAULTS),
+        "",
+        "## Claims, procedures, refusals",
+        "",
+        "What the same sources name and no output could show, with what guards it here:",
+        "",
+        *listed(ELSEWHERE),
+        "",
+        "## Open",
+        "",
+        "What nothing here catches:",
+        "",
+        *listed(OPEN),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _line(*cells: str) -> str:

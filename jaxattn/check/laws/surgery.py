@@ -222,7 +222,7 @@ def linear_in_gates(subject, sizes):
     return noted(distance(subject.ablate(params, x, half), want), SINGLE, "head 0 at a half")
 
 
-@law("numbers", "importance is the mean over examples of |dL/dgate|: signs do not cancel", "importance",
+@law("numbers", "importance is the mean size of dL/dgate over examples: signs do not cancel", "importance",
      about=Surgery)  # fmt: skip
 def importance_absolute(subject, sizes):
     dims = layer_of(subject, sizes)
