@@ -2,13 +2,13 @@
 
 import functools
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 import jaxattn as ja
+from jaxattn.check.subjects.attention import version_of
 from jaxattn.check.subjects.conversion import Conversion, Layout
 from jaxattn.check.subjects.params import Dims, Params
 
@@ -39,7 +39,7 @@ def flax_nnx() -> Conversion:
         Layout(kernels="in out", split=True),
         lambda params, dims: moved(params, dims, ja.MultiHeadAttention, nnx.MultiHeadAttention),
         frozenset({"gqa", "store"}),
-        version=f"flax {importlib.metadata.version('flax')}",
+        version=version_of("flax"),
     )
 
 

@@ -7,7 +7,6 @@ gets projections that take them apart again.
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from jax import Array
 
 import jaxattn as ja
-from jaxattn.check.subjects.attention import states
+from jaxattn.check.subjects.attention import states, version_of
 from jaxattn.check.subjects.decoder import DECODES, Decoder, Memory, PyTree, Room, Rows, Source
 
 
@@ -116,13 +115,9 @@ def of_attention(
     return Decoder(
         name, start, step, frozenset(DECODES), ja.Cache.reset, ja.Cache.reorder, ja.Cache.trim,
         stored=lambda cache: (cache.side.key, cache.side.value), placed=placed,
-        whole=None if plain else whole, plain=plain, version=_version("jaxattn"),
+        whole=None if plain else whole, plain=plain, version=version_of("jaxattn"),
         least_heads=least_heads, least_width=least_width,
     )  # fmt: skip
-
-
-def _version(package: str) -> str:
-    return f"{package} {importlib.metadata.version(package)}"
 
 
 def _of_nnx(name: str, kind: Callable[[], Any], cannot: set[str], package: str) -> Decoder:
@@ -169,7 +164,7 @@ def _of_nnx(name: str, kind: Callable[[], Any], cannot: set[str], package: str) 
 
     supports = frozenset(DECODES) - cannot - {"window", "reorder", "rollback"}
     return Decoder(
-        name, start, step, supports, reset, stored=stored, placed=placed, version=_version(package)
+        name, start, step, supports, reset, stored=stored, placed=placed, version=version_of(package)
     )
 
 
@@ -205,7 +200,7 @@ def flax_linen() -> Decoder:
     return Decoder(
         "flax.linen", start, step, frozenset({"buffers", "float64", "tracing"}),
         stored=lambda cache: (cache["cached_key"], cache["cached_value"]), placed=placed,
-        version=_version("flax"),
+        version=version_of("flax"),
     )  # fmt: skip
 
 
@@ -255,7 +250,7 @@ def cross_memory() -> Memory:
         return memory
 
     supports = frozenset({"gqa", "d_v", "share", "reorder"})
-    return Memory("jaxattn", project, read, supports, share, reorder, version=_version("jaxattn"))
+    return Memory("jaxattn", project, read, supports, share, reorder, version=version_of("jaxattn"))
 
 
 def _module(path: str, name: str) -> Callable[[], Any]:

@@ -4,7 +4,6 @@ An adapter places and turns; it adds no mathematics.
 """
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from jax import Array
 
 import jaxattn as ja
+from jaxattn.check.subjects.attention import version_of
 from jaxattn.check.subjects.layer import LAYER_FEATURES, LEAVES, Layer, LayerCall, Params, Widths, widths_of
 from jaxattn.masks import from_flax
 
@@ -54,13 +54,13 @@ def _of_nnx(name: str, kind: Callable[[], Any], own_v: bool) -> Layer:
 
 def nnx_ours() -> Layer:
     """`jaxattn.MultiHeadAttention`."""
-    return _of_nnx("jaxattn", lambda: ja.MultiHeadAttention, True)._replace(version=_version("jaxattn"))
+    return _of_nnx("jaxattn", lambda: ja.MultiHeadAttention, True)._replace(version=version_of("jaxattn"))
 
 
 def nnx_flax() -> Layer:
     """`flax.nnx.MultiHeadAttention`; its values are as wide as its keys, its sources of one width."""
     layer = _of_nnx("flax.nnx", lambda: importlib.import_module("flax.nnx").MultiHeadAttention, False)
-    return layer._replace(version=_version("flax"))
+    return layer._replace(version=version_of("flax"))
 
 
 def functions_ours() -> Layer:
@@ -83,7 +83,7 @@ def functions_ours() -> Layer:
 
     supports = frozenset(LAYER_FEATURES) - {"dropout"}
     name = "jaxattn.attention"
-    return Layer(name, lambda call: answer(call)[0], weights, supports, version=_version("jaxattn"))
+    return Layer(name, lambda call: answer(call)[0], weights, supports, version=version_of("jaxattn"))
 
 
 def _house_mask(call: LayerCall) -> ja.Mask:
@@ -121,7 +121,7 @@ def linen_ours() -> Layer:
     """`jaxattn.linen.MultiHeadDotProductAttention`; a causal call gives it a causal mask."""
     kind = importlib.import_module("jaxattn.linen").MultiHeadDotProductAttention
     layer = _of_linen("jaxattn.linen", kind, lambda w: {"d_v": w.v}, _house_mask)
-    return layer._replace(supports=frozenset(LAYER_FEATURES) - {"gqa"}, version=_version("jaxattn"))
+    return layer._replace(supports=frozenset(LAYER_FEATURES) - {"gqa"}, version=version_of("jaxattn"))
 
 
 def linen_flax() -> Layer:
@@ -129,7 +129,7 @@ def linen_flax() -> Layer:
     kind = importlib.import_module("flax.linen").MultiHeadDotProductAttention
     layer = _of_linen("flax.linen", kind, lambda w: {}, lambda call: call.mask)
     supports = frozenset(LAYER_FEATURES) - {"gqa", "d_v", "causal"}
-    return layer._replace(supports=supports, version=_version("flax"))
+    return layer._replace(supports=supports, version=version_of("flax"))
 
 
 def equinox() -> Layer:
@@ -157,7 +157,7 @@ def equinox() -> Layer:
         return jax.vmap(one)(call.x_q, call.x_k, call.x_v, mask)
 
     supports = frozenset(LAYER_FEATURES) - {"gqa", "causal", "dropout", "weights"}
-    return Layer("equinox", apply, None, supports, version=_version("equinox"))
+    return Layer("equinox", apply, None, supports, version=version_of("equinox"))
 
 
 def _as_linear(params: Params) -> dict[tuple[str, str], Array]:
@@ -230,10 +230,6 @@ def torch_mha() -> Layer:
     return Layer(
         "torch.mha", lambda call: answer(call, False)[0], ask, supports, version=f"torch {torch.__version__}"
     )
-
-
-def _version(package: str) -> str:
-    return f"{package} {importlib.metadata.version(package)}"
 
 
 LAYERS: dict[str, Callable[[], Layer]] = {

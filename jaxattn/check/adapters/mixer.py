@@ -1,12 +1,12 @@
 """This library's own mixes of heads, by the engines that run them."""
 
 import functools
-import importlib.metadata
 from collections.abc import Callable
 
 from jax import Array
 
 import jaxattn as ja
+from jaxattn.check.subjects.attention import version_of
 from jaxattn.check.subjects.mixer import MixCall, Mixer
 
 
@@ -34,8 +34,7 @@ def of_form(engine: str = "dense") -> Mixer:
         )
         return heads
 
-    version = f"jaxattn {importlib.metadata.version('jaxattn')}"
-    return Mixer(f"jaxattn.{engine}", attend, version=version)
+    return Mixer(f"jaxattn.{engine}", attend, version=version_of("jaxattn"))
 
 
 MIXERS: dict[str, Callable[[], Mixer]] = {

@@ -177,6 +177,11 @@ def keywords_of(function: Callable) -> set[str]:
     return {p.name for p in parameters} | (set(KEYWORDS.values()) if anything else set())
 
 
+def version_of(package: str) -> str:
+    """A package and its installed version."""
+    return f"{package} {importlib.metadata.version(package)}"
+
+
 def states(x: Array) -> Array:
     """Heads side by side in one row."""
     return einops.rearrange(x, "b t h d -> b t (h d)")
@@ -216,8 +221,7 @@ def of_attention(
         return apply(params, call.query, call.key, call.value, call.mask, causal=call.causal)
 
     supports = frozenset({"mask", "causal", "cross", "d_v", "float64", "tracing"})
-    version = f"jaxattn {importlib.metadata.version('jaxattn')}"
-    return Subject(name, attend, supports, False, version, least_heads, least_width)
+    return Subject(name, attend, supports, False, version_of("jaxattn"), least_heads, least_width)
 
 
 def _apply(attn: ja.Attention, engine: str, params: Any, query, key, value, mask, *, causal: bool) -> Array:
