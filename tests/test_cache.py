@@ -31,6 +31,12 @@ SPECS = {name: dict(rotary=ja.Rotary()) for name in OPTIONS} | {
 }
 
 
+EVERY = [
+    name if name in ("mha", "dcmha") else pytest.param(name, marks=pytest.mark.heavy)
+    for name in variants.VARIANTS
+]
+
+
 @functools.cache
 def made(name):
     spec = ja.HeadSpec(model=MODEL, heads=4, d_qk=6, d_v=3, **SPECS[name])
@@ -55,7 +61,7 @@ def run(attn, params, cache, x, split, **named):
     return cases.in_chunks(compiled(attn.decode, **named), params, cache, x, split)
 
 
-@pytest.mark.parametrize("name", variants.VARIANTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_law_7_any_split_equals_the_full_pass(name):
     attn, params, x = made(name)
     want, _ = attn.apply(params, x, mask=ja.causal())
@@ -67,7 +73,7 @@ def test_law_7_any_split_equals_the_full_pass(name):
     table.assert_close(blocked, want, 1e-12, "blocked")
 
 
-@pytest.mark.parametrize("name", variants.VARIANTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_ring_gives_what_a_window_sees(name):
     attn, params, x = made(name)
     want, _ = attn.apply(params, x, mask=ja.causal() & ja.window(3))

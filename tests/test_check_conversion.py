@@ -24,6 +24,8 @@ from jaxattn.check.subjects.conversion import Conversion, Dims, Layout, as_store
 from jaxattn.check.subjects.params import AXES, ROLES, drawn, gated, leaves, left, same, states, tree
 from jaxattn.check.subjects.surgery import Pruned, Surgery
 
+pytestmark = pytest.mark.heavy
+
 FAULTS = conversion.FAULTS | surgery.FAULTS
 RIGHT: Any = surgeon()
 LAYOUTS = {
@@ -58,7 +60,6 @@ def test_a_right_removal_holds_every_law():
     assert {ruled.ruling for ruled in found.values()} == {"holds"} and len(found) == 11, found
 
 
-@pytest.mark.heavy
 def test_state_of_flax_is_taken_over_and_given_back():
     found = rulings(flax_nnx())
     assert {ruled.ruling for ruled in found.values()} == {"holds"} and len(found) == 9, found
@@ -283,7 +284,6 @@ def test_pub_22_heads_are_removed_by_the_numbers_that_they_have():
             prune(params, removed, None)
 
 
-@pytest.mark.heavy
 def test_pub_23_the_third_step_of_adam_is_that_of_the_gated_layer():
     """Real gradients, real optax; and how far each wrong state leads, as the case states it."""
     params = of_case(120, 6, 3)

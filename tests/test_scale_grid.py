@@ -13,6 +13,8 @@ import tyro
 from experiments import scale_sweep, score_grid
 from experiments.lib import scores, tables
 
+pytestmark = pytest.mark.heavy
+
 SWEEP = "--widths 8 32 --queries 31 --keys 17 --examples 61 --seeds 3".split()
 GRID = "--lengths 256 512 --batch 8 --heads 8 --width 8".split()
 NORMAL = {"assumed", "variance 4", "repeated", "matched", "factor 1/d"}  # the model of weights is exact
