@@ -14,7 +14,7 @@ from jaxattn.check.adapters import SUBJECTS
 from jaxattn.check.faults import FAULTS
 from jaxattn.check.faults.attention import right
 from jaxattn.check.laws import LAWS
-from jaxattn.check.report import assert_laws, run
+from jaxattn.check.report import assert_laws, law_tests, run
 from jaxattn.check.subjects.attention import Subject, of_attention, of_function
 
 pytestmark = pytest.mark.heavy
@@ -109,6 +109,23 @@ def test_what_a_function_does_wrong_is_a_ruling_and_no_crash():
     assert "ZeroDivisionError" in rulings(lambda *_: 1 / 0, *law)["values"].note
     assert rulings(lambda query, key, value: jnp.nan * query, *law)["values"].ruling == "broken"
     assert rulings(lambda query, key, value: query[0], *law)["values"].ruling in ("broken", "raises")
+
+
+def test_a_function_is_asked_as_it_is_and_what_is_none_is_refused():
+    head_first = lambda query, key, value: right(*(x.swapaxes(1, 2) for x in (query, key, value))).swapaxes(
+        1, 2
+    )
+    assert_laws(head_first, laws=["values"], layout="bhqd", supports=["cross"], quick=True)
+    test = law_tests(right, laws=["values", "scale"], quick=True)
+    test("values")
+    assert [mark.args for mark in test.pytestmark] == [("law", ["values", "scale"])]
+    with pytest.raises(TypeError, match=r"attention: got int, expected a function .* Fix:"):
+        run(3)
+    with pytest.raises(ValueError, match="layout: got them for a Subject"):
+        run(of_function(right), layout="bhqd")
+    many = of_function(right)._replace(least_heads=99)
+    (ruled,) = run(many, laws=["values"]).rulings
+    assert ruled.ruling == "not asked" and "so many heads" in ruled.note
 
 
 def test_what_is_declared_impossible_must_raise():

@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("subject", nargs="*", help=f"{', '.join(SUBJECTS)}, module:function, or a registry")
     parser.add_argument("--layout", default="bqhd", help="axes of a function's arguments, such as bhqd")
+    parser.add_argument("--supports", nargs="*", help="what a function can; other laws are not asked of it")
     parser.add_argument(
         "--quick", action="store_true", help="the two smallest sizes alone, compiled without optimisation"
     )
@@ -49,8 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     flags = [os.environ.get("XLA_FLAGS", ""), DEVICES, *(UNOPTIMISED if options.quick else [])]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))  # read when the first array is made
     sys.path.insert(0, "")
+    can = None if options.supports is None else tuple(options.supports)
     try:
-        asked = [r for name in options.subject for r in requests(name, options.layout, options.quick)]
+        asked = [r for name in options.subject for r in requests(name, options.layout, options.quick, can)]
         found = []
         for request, report in zip(asked, reports(asked, options.jobs), strict=True):
             if isinstance(report, str):
@@ -62,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
                 options.json.mkdir(parents=True, exist_ok=True)
                 file = f"{report.subject} {report.kind}.json".replace(" ", "_")
                 (options.json / file).write_text(report.as_json())
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         print(f"{', '.join(options.subject)}: {error}", file=sys.stderr)
         return 2
     if options.page is not None:

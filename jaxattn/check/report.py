@@ -4,14 +4,14 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.check.law import SIZES, Law, Outcome, Sizes, Unasked, draw
 from jaxattn.check.laws import LAWS
-from jaxattn.check.subjects.attention import Call, Checked, Subject
+from jaxattn.check.subjects.attention import Call, Checked, Subject, of_function
 
 Ruling = Literal["holds", "broken", "raises", "refused", "taken silently", "not asked"]
 GOOD = ("holds", "refused", "not asked")
@@ -102,6 +102,25 @@ class Report(NamedTuple):
         return json.dumps(whole, indent=1, allow_nan=False)
 
 
+def subject_from(
+    attention: Checked | Callable[..., Any], supports: Iterable[str] | None = None, layout: str = "bqhd"
+) -> Checked:
+    """A subject as it is, and a function of heads as a subject."""
+    if isinstance(attention, tuple(law.about for law in LAWS.values())):
+        if supports is not None or layout != "bqhd":
+            raise ValueError(
+                f"supports, layout: got them for a {type(attention).__name__}, expected a function. "
+                "Fix: leave them out, the subject has its own."
+            )
+        return cast(Checked, attention)
+    if not callable(attention):
+        raise TypeError(
+            f"attention: got {type(attention).__name__}, expected a function of heads or a subject. "
+            "Fix: the function itself, or what `of_layer` and the other adapters make."
+        )
+    return of_function(attention, supports=None if supports is None else tuple(supports), layout=layout)
+
+
 def names_of(subject: Checked) -> list[str]:
     """The laws that can be asked of a subject, and "F-refused" for what it declares impossible.
 
@@ -116,26 +135,35 @@ def names_of(subject: Checked) -> list[str]:
     return laws + (refusals if isinstance(subject, Subject) else [])
 
 
-def run(subject: Checked, *, laws: Iterable[str] | None = None, quick: bool = False) -> Report:
+def run(
+    attention: Checked | Callable[..., Any],
+    *,
+    laws: Iterable[str] | None = None,
+    quick: bool = False,
+    supports: Iterable[str] | None = None,
+    layout: str = "bqhd",
+) -> Report:
     """Ask an attention every law; whatever it does wrong is a ruling, none is an error of this function.
 
     Args:
-        subject: what `of_function` or another adapter made.
+        attention: a function of heads, or a subject: what an adapter made, which says more of itself.
         laws: some of `LAWS` and of `names_of(subject)`; None asks all that speak of such a subject.
         quick: ask the two smallest sizes alone.
+        supports, layout: of a function, as in `of_function`.
 
     Raises:
         ValueError: for a law that is not known, or speaks of another kind of subject.
+        TypeError: for what is neither a function nor a subject.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jaxattn.check.subjects.attention import of_function
         >>> def mean(query, key, value):  # no scores at all
         ...     return jnp.broadcast_to(value.mean(1, keepdims=True), (*query.shape[:3], value.shape[3]))
-        >>> report = run(of_function(mean), laws=["output-shape", "values"])
+        >>> report = run(mean, laws=["output-shape", "values"])
         >>> [(ruled.law, ruled.ruling) for ruled in report.rulings]
         [('output-shape', 'holds'), ('values', 'broken')]
     """
+    subject = subject_from(attention, supports, layout)
     about = [name for name, law in LAWS.items() if isinstance(subject, law.about)]
     known = dict.fromkeys([*about, *names_of(subject)])
     fit = tuple(s for s in SIZES if s.h >= subject.least_heads and s.d >= subject.least_width)
@@ -151,35 +179,50 @@ def run(subject: Checked, *, laws: Iterable[str] | None = None, quick: bool = Fa
     return Report(subject.name, type(subject).__name__, subject.version, tuple(rulings))
 
 
-def assert_laws(subject: Checked, *, laws: Iterable[str] | None = None, quick: bool = False) -> None:
-    """`run`, as one test of your own suite.
+def assert_laws(
+    attention: Checked | Callable[..., Any],
+    *,
+    laws: Iterable[str] | None = None,
+    quick: bool = False,
+    supports: Iterable[str] | None = None,
+    layout: str = "bqhd",
+) -> None:
+    """`run`, as one test of your own suite; arguments as there.
 
     Raises:
         AssertionError: listing every law that does not hold, each with the smallest input that breaks it.
     """
-    report = run(subject, laws=laws, quick=quick)
+    report = run(attention, laws=laws, quick=quick, supports=supports, layout=layout)
     assert report.passed, "\n".join([f"{report.subject}:", *(f"  {r.law}: {r}" for r in report.broken)])
 
 
-def law_tests(subject: Checked, *, laws: Iterable[str] | None = None, quick: bool = False) -> Any:
+def law_tests(
+    attention: Checked | Callable[..., Any],
+    *,
+    laws: Iterable[str] | None = None,
+    quick: bool = False,
+    supports: Iterable[str] | None = None,
+    layout: str = "bqhd",
+) -> Any:
     """Every law as a test of your own suite, for pytest to collect under the name that you give it.
 
-        test_my_attention = law_tests(of_function(mine))
+        test_my_attention = law_tests(mine)
 
     Args:
-        subject, quick: as in `run`.
+        attention, quick, supports, layout: as in `run`.
         laws: as in `run`; None makes a test of each of `names_of(subject)`.
 
     Raises:
         ModuleNotFoundError: without pytest.
 
     Example:
-        >>> from jaxattn.check.subjects.attention import of_function
-        >>> test_mine = law_tests(of_function(lambda query, key, value: value), laws=["values"])
+        >>> test_mine = law_tests(lambda query, key, value: value, laws=["values"])
         >>> [mark.args for mark in test_mine.pytestmark]
         [('law', ['values'])]
     """
     import pytest
+
+    subject = subject_from(attention, supports, layout)
 
     @pytest.mark.parametrize("law", names_of(subject) if laws is None else list(laws))
     def test(law: str) -> None:
@@ -201,6 +244,8 @@ def _judge(law: Law, subject: Checked, sizes: tuple[Sizes, ...]) -> Ruled:
     head = law.name, law.level, law.says
     if why := _unasked(law, subject):
         return Ruled(*head, "not asked", note=why)
+    if not (law.sizes or sizes):
+        return Ruled(*head, "not asked", note="no size has so many heads, or heads so wide")
     outcome = Outcome(0.0, 0.0)
     for size in law.sizes or sizes:
         try:

@@ -12,28 +12,31 @@ import jax
 import jaxattn as ja
 from jaxattn.check.adapters import SUBJECTS
 from jaxattn.check.law import SIZES, draw
-from jaxattn.check.report import Report, run
-from jaxattn.check.subjects.attention import Checked, Subject, of_attention, of_function
+from jaxattn.check.report import Report, run, subject_from
+from jaxattn.check.subjects.attention import Checked, Subject, of_attention
 
 
 class Request(NamedTuple):
     """One subject, said in words, so that a process of its own can make it.
 
     Attributes:
-        name: as on the command line.
+        name, layout, quick, supports: as on the command line.
         part: which of the subjects of a known name; or variant, and the engine beside it.
     """
 
     name: str
     layout: str
     quick: bool
+    supports: tuple[str, ...] | None = None
     part: int | str = 0
     engine: str = ""
 
 
-def requests(name: str, layout: str, quick: bool) -> Iterator[Request]:
+def requests(
+    name: str, layout: str = "bqhd", quick: bool = False, supports: tuple[str, ...] | None = None
+) -> Iterator[Request]:
     """What a name on the command line stands for."""
-    whole = Request(name, layout, quick)
+    whole = Request(name, layout, quick, supports)
     if name in SUBJECTS:
         yield from (whole._replace(part=part) for part in range(len(SUBJECTS[name])))
     elif ":" in name:
@@ -54,7 +57,9 @@ def subject_of(request: Request) -> Checked:
     if isinstance(part, int) and name in SUBJECTS:
         return SUBJECTS[name][part]()
     module, _, attribute = name.partition(":")
-    return of_function(getattr(importlib.import_module(module), attribute), layout=request.layout, name=name)
+    found = getattr(importlib.import_module(module), attribute)
+    subject = subject_from(found, request.supports, request.layout)
+    return subject._replace(name=name) if isinstance(subject, Subject) else subject
 
 
 def why_not(subject: Checked, request: Request) -> str:
