@@ -27,7 +27,7 @@ class Ruled(NamedTuple):
             what it declares it cannot: "refused" (it raises, as it should) or "taken silently".
         measured, limit: of the outcome.
         note: what the wrong answer looks like, or the error.
-        sizes: of the call; its numbers are `draw(sizes)` of jaxattn/check/laws.py.
+        sizes: of the call; its numbers are `draw(sizes)` of jaxattn/check/law.py.
     """
 
     law: str
