@@ -8,11 +8,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-try:
-    from jax import enable_x64
-except ImportError:  # jax < 0.8
-    from jax.experimental import enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+from jax import enable_x64 as enable_x64
 
 PyTree = Any
 Of = TypeVar("Of")

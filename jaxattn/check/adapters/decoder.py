@@ -130,9 +130,10 @@ def _of_nnx(name: str, kind: Callable[[], Any], cannot: set[str], package: str) 
             raise NotImplementedError("window, d_v: the module has neither.")
         m, inner = room.heads * room.d + room.key_heads * (room.d + room.v), room.heads * room.d
         more = {} if "d_v" in cannot else {"d_v": room.v}
+        more |= {"num_kv_heads": room.key_heads} if room.key_heads != room.heads else {}
         layer = kind()(
             num_heads=room.heads, in_features=m, qkv_features=inner, out_features=room.heads * room.v,
-            num_kv_heads=room.key_heads, in_kv_features=m, use_bias=False, decode=True, deterministic=True,
+            in_kv_features=m, use_bias=False, decode=True, deterministic=True,
             param_dtype=jnp.dtype(room.dtype), dtype=jnp.dtype(room.dtype), rngs=nnx.Rngs(0), **more,
         )  # fmt: skip
         for part, kernel in _taking(room).items():

@@ -4,6 +4,7 @@ An adapter places and turns; it adds no mathematics.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,10 @@ def _of_nnx(name: str, kind: Callable[[], Any], own_v: bool) -> Layer:
     def built(call: LayerCall) -> Any:
         w, dtype = widths_of(call.params), call.params["query"]["kernel"].dtype
         more: dict[str, Any] = {"d_v": w.v} if own_v else {}
+        more |= {"num_kv_heads": w.g} if w.g != w.h else {}
         rate, dropout_key = call.dropout or (0.0, None)
         layer = kind()(
-            num_heads=w.h, in_features=w.in_q, qkv_features=w.h * w.d, out_features=w.out, num_kv_heads=w.g,
+            num_heads=w.h, in_features=w.in_q, qkv_features=w.h * w.d, out_features=w.out,
             in_kv_features=w.in_k, use_bias="bias" in call.params["out"], dropout_rate=rate,
             broadcast_dropout=False, deterministic=dropout_key is None, decode=False, param_dtype=dtype,
             dtype=dtype, rngs=nnx.Rngs(0), **more,
@@ -37,19 +39,25 @@ def _of_nnx(name: str, kind: Callable[[], Any], own_v: bool) -> Layer:
                 setattr(getattr(layer, leaf), part, nnx.Param(x))
         return layer
 
-    def apply(call: LayerCall) -> Array:
+    def asked_of(layer: Any, call: LayerCall, **more: bool) -> Array:
         _, dropout_key = call.dropout or (0.0, None)
-        more = {} if dropout_key is None else {"rngs": nnx.Rngs(dropout=dropout_key)}
-        return built(call)(call.x_q, call.x_k, call.x_v, mask=call.mask, is_causal=call.causal, **more)
+        rngs = None if dropout_key is None else nnx.Rngs(dropout=dropout_key)
+        more |= {"is_causal": True} if call.causal else {}
+        return layer(call.x_q, call.x_k, call.x_v, mask=call.mask, rngs=rngs, **more)
+
+    def apply(call: LayerCall) -> Array:
+        return asked_of(built(call), call)
 
     def weights(call: LayerCall) -> tuple[Array, Array]:
         layer = built(call)
-        states = call.x_q, call.x_k, call.x_v
-        y = layer(*states, mask=call.mask, is_causal=call.causal, sow_weights=True)
+        y = asked_of(layer, call, sow_weights=True)
         return y, layer.attention_weights.get_value()[0]
 
-    supports = frozenset(LAYER_FEATURES) - {"in_v"} - (set() if own_v else {"d_v"})
-    return Layer(name, apply, weights, supports)
+    cannot = {"in_v"} | (set() if own_v else {"d_v"})
+    takes = lambda function: inspect.signature(function).parameters
+    cannot |= set() if "num_kv_heads" in takes(kind()) else {"gqa"}  # Flax before 0.12.6
+    cannot |= set() if "is_causal" in takes(kind().__call__) else {"causal"}  # and before 0.12.8
+    return Layer(name, apply, weights, frozenset(LAYER_FEATURES) - cannot)
 
 
 def nnx_ours() -> Layer:
