@@ -14,7 +14,15 @@ from jaxattn.check.faults.layer import FAULTS, layer_of, project, right_layer, s
 from jaxattn.check.law import SIZES
 from jaxattn.check.laws.layer import LAWS, WIDE
 from jaxattn.check.report import run
-from jaxattn.check.subjects.layer import LEAVES, LayerCall, asked, heads_of, of_layer, widths_of
+from jaxattn.check.subjects.layer import (
+    LAYER_FEATURES,
+    LEAVES,
+    LayerCall,
+    asked,
+    heads_of,
+    of_layer,
+    widths_of,
+)
 
 pytestmark = pytest.mark.heavy
 
@@ -186,6 +194,11 @@ NEEDED = {
 
 
 INSTALLED = [name for name, package in NEEDED.items() if importlib.util.find_spec(package)]
+
+
+def test_our_module_declares_all_but_a_width():
+    """What is read off a signature is read off the right one."""
+    assert LAYERS["jaxattn"]().supports == frozenset(LAYER_FEATURES) - {"in_v"}
 
 
 @pytest.mark.parametrize("name", INSTALLED)

@@ -55,7 +55,7 @@ def _of_nnx(name: str, kind: Callable[[], Any], own_v: bool) -> Layer:
 
     cannot = {"in_v"} | (set() if own_v else {"d_v"})
     takes = lambda function: inspect.signature(function).parameters
-    cannot |= set() if "num_kv_heads" in takes(kind()) else {"gqa"}  # Flax before 0.12.6
+    cannot |= set() if "num_kv_heads" in takes(kind().__init__) else {"gqa"}  # Flax before 0.12.6
     cannot |= set() if "is_causal" in takes(kind().__call__) else {"causal"}  # and before 0.12.8
     return Layer(name, apply, weights, frozenset(LAYER_FEATURES) - cannot)
 
