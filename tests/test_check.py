@@ -1,6 +1,7 @@
 """The laws of `ja.check`: the right program holds them, each planted fault breaks its own."""
 
 import json
+import subprocess
 import sys
 import types
 
@@ -158,6 +159,13 @@ def test_a_report_prints_and_is_strict_json():
     assert read["passed"] is False and read["laws"][0]["sizes"]["q"] == 3
     with pytest.raises(AssertionError, match=r"scale: broken .* \(no scale\)"):
         assert_laws(FAULTS["no scale"].subject, laws=["scale"])
+
+
+def test_to_import_it_starts_no_backend():
+    """The command line sets flags of XLA afterwards."""
+    code = "import jaxattn.check.__main__; from jax._src import xla_bridge; print(len(xla_bridge._backends))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
 
 
 def test_the_command_line_says_by_its_status(monkeypatch, tmp_path, capsys):

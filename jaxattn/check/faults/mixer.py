@@ -68,11 +68,11 @@ def _mixer(name: str, **steps: Step) -> Mixer:
     return Mixer(name, jax.jit(functools.partial(right_mixer, **steps)))
 
 
-def traced_mixer(mask: ja.Mask | None = None, bias: bool = False, **steps: Step) -> Trace:
+def traced_mixer(mask: np.ndarray | None = None, bias: bool = False, **steps: Step) -> Trace:
     """The trace of three mixed heads whose steps these are, beside formulas."""
     h, q, rng = 3, 5, np.random.default_rng(11)
-    mask = ja.causal() if mask is None else mask
-    visible = np.broadcast_to(np.asarray(mask.table(q, q)), (2, *mask.table(q, q).shape[-3:]))
+    rule = ja.causal() if mask is None else ja.explicit(mask, axes="h q k")
+    visible = np.broadcast_to(np.asarray(rule.table(q, q)), (2, *rule.table(q, q).shape[-3:]))
     x, pre, post, *biases = (rng.normal(size=s) for s in ((2, q, 4 * h), (h, h), (h, h), (h,), (h,)))
     biases = [jnp.asarray(one) if bias else None for one in biases]
     nothing, maps = jnp.zeros((2, q, h, 4)), (jnp.asarray(pre), jnp.asarray(post))
@@ -89,7 +89,7 @@ def traced_mixer(mask: ja.Mask | None = None, bias: bool = False, **steps: Step)
         mix_scores=lambda x: formulas.mixed(x, early, None, None),
         mix_weights=lambda x: np.where(visible, formulas.mixed(x, late, None, None), 0),
     )
-    return trace_of(given, x, mask=mask, heads=h, expected=formula)
+    return trace_of(given, x, mask=rule, heads=h, expected=formula)
 
 
 def _mixed(
@@ -97,7 +97,7 @@ def _mixed(
     source: str,
     law: str,
     stage: str,
-    mask: ja.Mask | None = None,
+    mask: np.ndarray | None = None,
     bias: bool = False,
     **steps: Step,
 ) -> Fault:
@@ -158,7 +158,8 @@ def _by_pairs(x: Array, call: MixCall, seen: Array) -> Array:
 
 RIGHT = _mixer("right")
 
-OF_HEADS = ja.explicit(~np.eye(5, k=1, dtype=bool) | (np.arange(3) > 0)[:, None, None], axes="h q k")
+# NumPy, as every constant here: an array of JAX would start its backend, and flags could not be set later.
+OF_HEADS = ~np.eye(5, k=1, dtype=bool) | (np.arange(3) > 0)[:, None, None]  # [h, q, k]
 
 FAULTS: dict[str, Fault] = {
     "pre mix after the softmax": _mixed(
