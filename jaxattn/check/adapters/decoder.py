@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 import jaxattn as ja
-from jaxattn.check.subjects.attention import states, version_of
+from jaxattn.check.subjects.attention import drawn, states, version_of
 from jaxattn.check.subjects.decoder import DECODES, Decoder, Memory, PyTree, Room, Rows, Source
 
 
@@ -37,14 +37,6 @@ def _taking(room: Room) -> dict[str, Array]:
     }
     out = np.eye(room.heads * room.v).reshape(room.heads, room.v, -1)
     return three | {"out": jnp.asarray(out, room.dtype)}
-
-
-def _drawn(attn: ja.Attention, dtype: Any) -> PyTree:
-    """Parameters of normal numbers, without a program that draws them."""
-    rng = np.random.default_rng(0)
-    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: attn.init(jax.random.key(0), dtype)))
-    draw = lambda x: jnp.asarray(rng.normal(size=x.shape) / max((1, *x.shape[:1])) ** 0.5, x.dtype)
-    return tree.unflatten(list(map(draw, leaves)))
 
 
 def _room_of(rows: Rows) -> Room:
@@ -87,7 +79,7 @@ def of_attention(
         )  # fmt: skip
         with jax.ensure_compile_time_eval():  # kept, so it must not belong to a trace
             attn = attn_of(spec)
-            params = _drawn(attn, room.dtype)
+            params = drawn(attn, room.dtype)
             if plain:
                 params = {**params, **{n: {"kernel": x} for n, x in _taking(room).items()}}
         return attn, params
@@ -220,7 +212,7 @@ def cross_memory() -> Memory:
         kernels = {"query": eye(h, d), "key": eye(g, d), "value": eye(g, v), "out": eye(h, v)}
         kernels["out"] = np.moveaxis(kernels["out"], 0, 2)
         given = {name: {"kernel": jnp.asarray(kernel, dtype)} for name, kernel in kernels.items()}
-        return attn, {**_drawn(attn, dtype), **given}
+        return attn, {**drawn(attn, dtype), **given}
 
     def parts(source: Source, h: int) -> tuple[ja.Attention, PyTree, tuple[Array, Array], ja.Identity]:
         (_, _, g, d), v = source.key.shape, source.value.shape[3]

@@ -155,7 +155,7 @@ def causal_rectangle(subject, sizes):
         call = draw(sizes._replace(q=q, k=k))
         try:
             got = np.asarray(subject.attend(call._replace(causal=True)))
-        except Exception:
+        except Exception:  # to refuse a rectangle is a convention too
             refused.append(f"q={q} k={k}")
             continue
         for end, last in (("start", 0), ("end", k - q)):

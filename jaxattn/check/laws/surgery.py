@@ -186,7 +186,7 @@ def odd_removals(subject, sizes):
         return Outcome(np.inf, 0.0, f"head {head} of {dims.h} was removed")
     try:
         found = Pruned(*subject.prune(params, tuple(range(dims.h)), None))
-    except Exception:
+    except Exception:  # a layer without heads may be refused
         return Outcome(0.0, 0.0)
     y, bias = gated(found.params, states(dims)), leaves(params)["out/bias"]
     return noted(distance(y, np.broadcast_to(bias, y.shape)), SINGLE, "without any head")

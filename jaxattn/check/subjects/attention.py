@@ -187,6 +187,14 @@ def states(x: Array) -> Array:
     return einops.rearrange(x, "b t h d -> b t (h d)")
 
 
+def drawn(attn: ja.Attention, dtype: Any) -> Any:
+    """Parameters of normal numbers, without a program that draws them."""
+    rng = np.random.default_rng(0)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: attn.init(jax.random.key(0), dtype)))
+    draw = lambda x: jnp.asarray(rng.normal(size=x.shape) / max((1, *x.shape[:1])) ** 0.5, x.dtype)
+    return tree.unflatten(list(map(draw, leaves)))
+
+
 def of_attention(
     name: str,
     attn_of: Callable[[ja.HeadSpec], ja.Attention],
@@ -204,10 +212,7 @@ def of_attention(
         spec = ja.HeadSpec(model=heads * width, heads=heads, in_v=heads * v, out=heads * v, use_bias=False)
         with jax.ensure_compile_time_eval():  # kept, so it must not belong to a trace
             attn = attn_of(spec)
-            leaves, tree = jax.tree.flatten(attn.init(jax.random.key(0), dtype))
-            rng = np.random.default_rng(0)
-            draw = lambda x: jnp.asarray(rng.normal(size=x.shape) / max(1, x.shape[0]) ** 0.5, dtype)
-            params = tree.unflatten(list(map(draw, leaves)))
+            params = drawn(attn, dtype)
         apply = functools.partial(_apply, attn, engine)  # an engine's loop compiles once, not each time
         return jax.jit(apply, static_argnames="causal"), params
 
