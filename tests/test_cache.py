@@ -83,6 +83,7 @@ def test_a_ring_gives_what_a_window_sees(name):
         assert cache.size == size and int(cache.count) == T
 
 
+@pytest.mark.heavy
 def test_prompts_of_unequal_length_padded_on_either_side():
     """Each example equals itself alone; what padding rows hold, NaN included, reaches nothing."""
     attn, params, x = made("dcmha")
@@ -106,6 +107,7 @@ def test_prompts_of_unequal_length_padded_on_either_side():
                 table.assert_close(y[i, 0], alone[i][n + step], 1e-12, "step")
 
 
+@pytest.mark.heavy
 def test_beams_are_reordered():
     attn, params, x = made("talking_heads")
     _, cache = run(attn, params, new(attn), x, (4,))

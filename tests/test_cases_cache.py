@@ -12,6 +12,8 @@ from cases import CASES, expected
 import jaxattn as ja
 from jaxattn import CrossMemory, Identity, content_digest, expected_identity
 
+pytestmark = pytest.mark.heavy
+
 SPEC, PARAMS = cases.layer(CASES["PUB-12"]["input"])
 ATTN = ja.attention(SPEC)
 TOLERANCE = CASES["PUB-12"]["expect"]["tolerance"]

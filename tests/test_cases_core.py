@@ -12,6 +12,8 @@ from cases import CASES, expected
 
 import jaxattn as ja
 
+pytestmark = pytest.mark.heavy
+
 each_engine = pytest.mark.parametrize("engine", cases.ENGINES)
 each_variant = pytest.mark.parametrize("name", sorted(cases.ARGUMENTS))
 

@@ -445,6 +445,7 @@ def test_moh_gates_of_bad_scores_are_never_nan():
 
 @pytest.mark.parametrize("engine", ["reference", "dense", "blocked"])
 @pytest.mark.parametrize("name", sorted(cases.ARGUMENTS))
+@pytest.mark.heavy
 class TestUnusualShapes:
     def call(self, name, engine):
         spec = ja.HeadSpec(model=6, heads=2, d_qk=5, d_v=5, bias_out=True)

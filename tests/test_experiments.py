@@ -157,6 +157,7 @@ def test_shared_weights_start_equal_in_every_variant(name):
     assert not np.array_equal(base["embed/embedding"], made("mha", seed=1).params["embed/embedding"])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", variants.VARIANTS)
 def test_the_model_is_causal(name):
     lm = made(name)
@@ -274,6 +275,7 @@ def test_default_folders_are_numbered_and_resume_takes_the_latest(tmp_path, monk
         assert folder.choose(None, "mha-seed0", resume=True).name == name
 
 
+@pytest.mark.heavy
 def test_a_run_that_explodes_ends_with_an_error(text_file, tmp_path):
     command = [*RUN, "--text-file", text_file, "--out", str(tmp_path), "--learning-rate", "1e30"]
     with pytest.raises(SystemExit, match="not finite, first of all in the"):
@@ -365,6 +367,7 @@ def is_step(line, name, seed):
     return line["variant"] == name and line["seed"] == seed and "loss" in line
 
 
+@pytest.mark.heavy
 def test_compare_ends_with_one_paired_ledger(text_file, tmp_path, monkeypatch, capsys):
     few = {name: variants.VARIANTS[name] for name in ("moh", "mha")}
     monkeypatch.setattr(variants, "VARIANTS", few)

@@ -102,6 +102,7 @@ def own_paths(attn):
     return [{part.key for part in path} for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+@pytest.mark.heavy
 @each_row
 def test_law_10_exchangeable_heads_move_together_and_no_leaf_alone(case):
     attn = table.attention(case)

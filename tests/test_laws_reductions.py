@@ -12,6 +12,8 @@ from loops import mha
 import jaxattn as ja
 import variants
 
+pytestmark = pytest.mark.heavy
+
 # Variant with options, and the parameters at which it is MHA of 4 heads of width 6.
 REDUCTIONS = {
     "mohsa": (variants.mohsa(overlap=0), lambda p, rng: p),

@@ -8,13 +8,18 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+EVERYWHERE = ("README.md", "CONTRIBUTING.md", "flax.md")  # on every Python: what a user runs first
 
 
 def blocks(page: pathlib.Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [page if page.name in EVERYWHERE else pytest.param(page, marks=pytest.mark.heavy) for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {}
