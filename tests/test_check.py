@@ -24,7 +24,7 @@ UNPLANTED = {  # laws without a fault of their own; each is shown to fail below
     "output-shape", "value-width", "deterministic", "under-jit", "under-vmap", "heads-permuted",
     "decode-parity", "cross-lengths", "adjoint", "second-order", "padding", "hidden-gradient",
     "hidden-inf-key", "empty-row-gradient", "one-key", "bias-inf", "bias-inf-row", "inputs-untouched",
-    "no-retrace", "forward-against-reverse", "sharding",
+    "no-rows", "no-keys", "no-retrace", "forward-against-reverse", "sharding",
 }  # fmt: skip
 
 
@@ -74,6 +74,7 @@ def _position(query, key, value, *, is_causal=False):
 
 
 PLANTED = {
+    "no-rows": lambda query, key, value: right(query.reshape(*query.shape[:3], -1), key, value),
     "output-shape": lambda query, key, value: right(query, key, value)[:, :1],
     "value-width": lambda query, key, value: right(query, key, value[..., :2]),
     "deterministic": _second(right),

@@ -120,6 +120,8 @@ WRONG = {
     "a soft cap": (_softcap, "scale", "they are about q k times"),
     "no softmax": (steps(softmax=lambda x, seen: x), "scale", ""),
     "one key more": (_takes_all, "one-key", ""),
+    "0 / 0 without keys": (
+        lambda *sides: right(*sides) / (sides[1].shape[1] > 0), "no-keys", "it is not finite"),
     "a bias that stops at -1": (
         steps(biased=lambda x, bias: x + jnp.maximum(bias, -1)), "bias-inf", ""),
     "NaN for a row of -inf": (

@@ -4,6 +4,9 @@ ELSEWHERE: dict[str, str] = {
     "heads that do not divide the width, rates that are none (PUB-09; M3.2 0x0E)": (
         "refused: tests/test_errors.py, tests/test_cases_layer.py"
     ),
+    "an inferred axis, which cannot be inferred where there is no row (PUB-08)": (
+        "an error and no wrong value: `no-rows`, tests/test_cases_layer.py; docs/peers.md shows one"
+    ),
     "key heads that do not divide the heads (M3.2 0x0E)": "refused: tests/test_errors.py",
     "a new source under the identity of the old: adapter, release, shard (M3.2 0x0AB)": (
         "`ja.CrossMemory` names the field: tests/test_cross.py, tests/test_cases_cache.py"

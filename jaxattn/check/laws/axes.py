@@ -104,6 +104,14 @@ def one_key(subject, sizes):
     return agrees(subject, call, np.repeat(np.asarray(call.value), sizes.q, 1))
 
 
+@law("axes", "no query rows or no examples: an output as empty, with its other axes", "cross")
+def no_rows(subject, sizes):
+    calls = [draw(sizes._replace(**{axis: 0})) for axis in "qb"]
+    got = [subject.attend(call).shape for call in calls]
+    want = [(*call.query.shape[:3], call.value.shape[3]) for call in calls]
+    return noted(float(got != want), 0.0, f"got {got}, expected {want}")
+
+
 @law(
     "axes", "each key head serves a block of query heads that follow one another", "gqa", "cross", plain=True
 )
@@ -187,6 +195,7 @@ LAWS = table(
     mask_broadcast,
     batch_of_one,
     one_key,
+    no_rows,
     gqa_order,
     open_square,
     causal_square,

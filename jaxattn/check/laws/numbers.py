@@ -146,6 +146,16 @@ def empty_row_value(subject, sizes):
     return noted(distance(got, loops(call)), SINGLE, "it returns the mean of all values" if mean else "")
 
 
+@law("numbers", "no keys at all: every row returns zeros, or the call is refused", "cross", plain=True)
+def no_keys(subject, sizes):
+    call = draw(sizes._replace(k=0))
+    try:
+        got = subject.attend(call)
+    except Exception as error:  # whatever a library refuses with
+        return Outcome(0.0, SINGLE, f"refused: {type(error).__name__}")
+    return noted(distance(got, loops(call)), SINGLE, "" if np.isfinite(got).all() else "it is not finite")
+
+
 @law("numbers", "a row that sees no key has zero, finite gradients", "mask", "cross", "tracing")
 def empty_row_gradient(subject, sizes):
     call = _with_empty_row(sizes)
@@ -199,6 +209,7 @@ LAWS = table(
     bias_inf_row,
     integer_mask,
     empty_row_value,
+    no_keys,
     empty_row_gradient,
     hidden_gradient,
     hidden_nan_value,
