@@ -32,6 +32,7 @@ from jaxattn.check.subjects.mixer import Mixer as Mixer
 from jaxattn.check.subjects.mixer import Overlap as Overlap
 from jaxattn.check.subjects.mixer import of_mixer as of_mixer
 from jaxattn.check.subjects.params import Dims as Dims
+from jaxattn.check.subjects.rotation import Rotation as Rotation
 from jaxattn.check.subjects.router import RouteCall as RouteCall
 from jaxattn.check.subjects.router import Routed as Routed
 from jaxattn.check.subjects.router import Router as Router

@@ -13,6 +13,7 @@ from jaxattn.check.faults import (
     layer,
     memory,
     mixer,
+    rotation,
     router,
     surgery,
 )  # fmt: skip
@@ -20,6 +21,6 @@ from jaxattn.check.faults.elsewhere import ELSEWHERE as ELSEWHERE
 from jaxattn.check.faults.elsewhere import OPEN as OPEN
 from jaxattn.check.faults.fault import Fault as Fault
 
-MODULES = (attention, calls, layer, decoder, memory, conversion, surgery, mixer, basis, router)
+MODULES = (attention, calls, layer, decoder, memory, conversion, surgery, mixer, basis, router, rotation)
 FAULTS: dict[str, Fault] = {name: fault for module in MODULES for name, fault in module.FAULTS.items()}
 """Name of a fault: what it is, what catches it, and where a trace marks it."""

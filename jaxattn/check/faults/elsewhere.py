@@ -35,7 +35,9 @@ ELSEWHERE: dict[str, str] = {
 """Claims, procedures and refusals: no program whose output could be asked, and what guards each."""
 
 OPEN: dict[str, str] = {
-    "rotary positions applied at the wrong place (M3.2 0x0E)": "no kind of subject is asked of positions yet",
+    "rotary positions on values or on scores (M3.2 0x0E)": (
+        "`Rotation` judges a turn alone; no law asks what a layer turns"
+    ),
     "one stale ranking for many removals (M3.2 0x0BAA)": "a procedure; the library removes no heads yet",
     "an attention map called a cause, a head called a role (M3.2 0x0BAA; 0x0E)": (
         "claims; ablation (`ablated-term`) is the evidence that they lack"

@@ -14,6 +14,7 @@ from jaxattn.check.laws import (
     memory,
     mixer,
     numbers,
+    rotation,
     router,
     sharding,
     surgery,
@@ -21,6 +22,6 @@ from jaxattn.check.laws import (
 
 MODULES = (
     axes, numbers, hidden, behaviour, sharding, derivatives, dropout,  # attention of given heads
-    layer, decoder, memory, conversion, surgery, mixer, basis, router,
+    layer, decoder, memory, conversion, surgery, mixer, basis, router, rotation,
 )  # fmt: skip
 LAWS: dict[str, Law] = table(*(law for module in MODULES for law in module.LAWS.values()))
