@@ -4,7 +4,8 @@ import einops
 import jax.numpy as jnp
 import pytest
 
-from jaxattn.check.adapters.rotation import of_spec
+import jaxattn as ja
+from jaxattn.check.adapters.rotation import of_rotary
 from jaxattn.check.faults.rotation import FAULTS, RIGHT, angles, right_turn
 from jaxattn.check.laws.rotation import LAWS
 from jaxattn.check.report import assert_laws, run
@@ -12,10 +13,12 @@ from jaxattn.check.subjects.rotation import Rotation
 
 pytestmark = pytest.mark.heavy
 
+ADJACENT = ja.Rotary(pairs="adjacent")
+
 
 @pytest.mark.parametrize(
     "subject",
-    [RIGHT, of_spec(), of_spec("adjacent"), of_spec("adjacent", width=2)],
+    [RIGHT, of_rotary(ja.Rotary()), of_rotary(ADJACENT), of_rotary(ADJACENT._replace(width=2))],
     ids=["right", "half", "adjacent", "narrow"],
 )
 def test_a_right_turn_holds_every_law(subject):
@@ -36,7 +39,7 @@ def _in_its_type(x, positions):
 
 
 WRONG = {
-    "the other pairs": (of_spec("adjacent").turn, "turned-pairs", "its pairs are adjacent"),
+    "the other pairs": (of_rotary(ADJACENT).turn, "turned-pairs", "its pairs are adjacent"),
     "backwards": (lambda x, p: right_turn(x, -p), "turned-pairs", "it turns backwards"),
     "from one": (lambda x, p: right_turn(x, p + 1), "turned-pairs", "rows are counted from 1"),
     "half the angle": (lambda x, p: right_turn(x, p / 2), "turned-pairs", ""),

@@ -13,9 +13,9 @@ def laws_page() -> str:
     lines = [
         "# The laws",
         "",
-        f"{len(LAWS)} laws, by the kind of subject. What must hold is computed by loops over numpy in",
-        "float64, or said by the law itself. Some need a feature that a subject declares; those marked plain",
-        "speak of softmax(q k / sqrt(d)) v head by head. Written by `python -m jaxattn.check --laws`.",
+        f"{len(LAWS)} laws, by the kind of subject. What must hold is computed by loops or formulas in",
+        "numpy float64, or said by the law itself. Some need a feature that a subject declares; those marked",
+        "plain speak of softmax(q k / sqrt(d)) v head by head. Written by `python -m jaxattn.check --laws`.",
     ]
     kinds: dict[type, list[Law]] = {}
     for law in LAWS.values():

@@ -10,7 +10,7 @@ from jaxattn.check.adapters.conversion import CONVERSIONS
 from jaxattn.check.adapters.decoder import DECODERS, MEMORIES
 from jaxattn.check.adapters.layer import LAYERS, from_torch, torch_tensor
 from jaxattn.check.adapters.mixer import MIXERS
-from jaxattn.check.adapters.rotation import equinox, of_spec
+from jaxattn.check.adapters.rotation import ROTATIONS
 from jaxattn.check.subjects.attention import FEATURES, Call, Checked, Subject, of_function
 from jaxattn.check.subjects.layer import heads_of
 
@@ -56,12 +56,12 @@ SUBJECTS: dict[str, tuple[Callable[[], Checked], ...]] = {
     "jaxattn": (
         _heads("jaxattn"), LAYERS["jaxattn"], LAYERS["jaxattn.linen"], LAYERS["jaxattn.attention"],
         DECODERS["jaxattn"], DECODERS["jaxattn.nnx"], MEMORIES["jaxattn"], *CONVERSIONS.values(),
-        MIXERS["jaxattn.blocked"], of_spec,
+        MIXERS["jaxattn.blocked"], ROTATIONS["jaxattn"],
     ),
     "jax.nn": (jax_nn,),
     "flax.nnx": (_heads("flax.nnx"), LAYERS["flax.nnx"], DECODERS["flax.nnx"]),
     "flax.linen": (_heads("flax.linen"), LAYERS["flax.linen"], DECODERS["flax.linen"]),
-    "equinox": (_heads("equinox"), LAYERS["equinox"], equinox),
+    "equinox": (_heads("equinox"), LAYERS["equinox"], ROTATIONS["equinox"]),
     "torch.sdpa": (torch_sdpa,),
     "torch.mha": (_heads("torch.mha"), LAYERS["torch.mha"]),
 }  # fmt: skip

@@ -1,25 +1,27 @@
 """Rotary positions that are known by name."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 import jaxattn as ja
 from jaxattn.check.subjects.attention import version_of
-from jaxattn.check.subjects.rotation import Pairs, Rotation
+from jaxattn.check.subjects.rotation import Rotation
 from jaxattn.project import rotate
 
 
-def of_spec(pairs: Pairs = "half", width: int | None = None) -> Rotation:
+def of_rotary(rotary: ja.Rotary) -> Rotation:
     """This library's, as `HeadSpec(rotary=...)` turns queries and keys.
 
     Example:
-        >>> of_spec("adjacent").name
+        >>> of_rotary(ja.Rotary(pairs="adjacent")).name
         'jaxattn adjacent'
     """
-    rotary = ja.Rotary(pairs=pairs, width=width)
     turn = lambda x, positions: rotate(x, rotary, positions, x.shape[-1])
-    return Rotation(f"jaxattn {pairs}", turn, pairs, rotary.base, width, version=version_of("jaxattn"))
+    return Rotation(f"jaxattn {rotary.pairs}", turn, rotary, version=version_of("jaxattn"))
 
 
 def equinox() -> Rotation:
@@ -31,3 +33,9 @@ def equinox() -> Rotation:
         return jax.vmap(jax.vmap(one, in_axes=1, out_axes=1))(jnp.asarray(x))
 
     return Rotation("equinox", turn, supports=frozenset({"tracing"}), version=version_of("equinox"))
+
+
+ROTATIONS: dict[str, Callable[[], Rotation]] = {
+    "jaxattn": functools.partial(of_rotary, ja.Rotary()),
+    "equinox": equinox,
+}

@@ -4,16 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.check.law import SINGLE, Outcome, Sizes, distance, law, noted, table
-from jaxattn.check.subjects.rotation import Rotation, turned
+from jaxattn.check.law import SINGLE, Outcome, Sizes, distance, draw, law, noted, table
+from jaxattn.check.subjects.rotation import Rotation
+from jaxattn.check.tracing.formulas import turned
+from jaxattn.spec import Rotary
 
 FAR = 2**15  # as many rows as long contexts have; bfloat16 holds each 256th of such numbers
 
 
 def rows_of(sizes: Sizes, seed: int = 0) -> np.ndarray:
-    """Normal numbers [b, t, h, d], t = k."""
-    shape = sizes.b, sizes.k, sizes.h, sizes.d
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    """The keys of a call, [b, t, h, d]."""
+    return np.asarray(draw(sizes, seed=seed).key)
 
 
 def counted(sizes: Sizes) -> np.ndarray:
@@ -23,6 +24,11 @@ def counted(sizes: Sizes) -> np.ndarray:
 
 def turn(subject: Rotation, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.asarray(subject.turn(jnp.asarray(x), jnp.asarray(positions)), np.float64)
+
+
+def expected(rotary: Rotary, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The turn of [b, t, h, d] in float64, by the formula that traces compare with."""
+    return turned(x.astype(np.float64), rotary, positions, x.shape[-1])
 
 
 def scores(subject: Rotation, sizes: Sizes) -> np.ndarray:
@@ -35,15 +41,14 @@ def scores(subject: Rotation, sizes: Sizes) -> np.ndarray:
 def turned_pairs(subject, sizes):
     x, positions = rows_of(sizes), counted(sizes)
     got = turn(subject, x, positions)
-    want = lambda pairs, sign=1: turned(x, sign * positions, pairs, subject.base, subject.width)
-    other = "adjacent" if subject.pairs == "half" else "half"
+    other = "adjacent" if subject.rotary.pairs == "half" else "half"
     known = {
-        f"its pairs are {other}": want(other),
-        "it turns backwards": want(subject.pairs, -1),
-        "rows are counted from 1": turned(x, positions + 1, subject.pairs, subject.base, subject.width),
+        f"its pairs are {other}": expected(subject.rotary._replace(pairs=other), x, positions),
+        "it turns backwards": expected(subject.rotary, x, -positions),
+        "rows are counted from 1": expected(subject.rotary, x, positions + 1),
     }
     names = [name for name, wrong in known.items() if distance(got, wrong) <= SINGLE]
-    return noted(distance(got, want(subject.pairs)), SINGLE, names[0] if names else "")
+    return noted(distance(got, expected(subject.rotary, x, positions)), SINGLE, names[0] if names else "")
 
 
 @law("numbers", "a turn keeps the length of every row and head", about=Rotation)
@@ -78,13 +83,13 @@ def heads_turn_alike(subject, sizes):
 def rows_turn_alone(subject, sizes):
     """As in decoding and in packed examples: each example has positions of its own."""
     x = rows_of(sizes)
-    positions = np.random.default_rng(1).permutation(4 * x.shape[0] * x.shape[1])
-    positions = positions[: x.shape[0] * x.shape[1]].reshape(x.shape[:2])
-    got, counted_ = turn(subject, x, positions), turn(subject, x, counted(sizes))
+    positions = 3 * np.random.default_rng(1).permutation(sizes.b * sizes.k).reshape(sizes.b, sizes.k)
+    got = turn(subject, x, positions)
     alone = np.zeros(x.shape)
     for n, t in np.ndindex(*x.shape[:2]):
         alone[n : n + 1, t : t + 1] = turn(subject, x[n : n + 1, t : t + 1], positions[n : n + 1, t : t + 1])
-    note = "rows are counted, whatever their positions" if distance(got, counted_) <= SINGLE else ""
+    ignored = distance(got, turn(subject, x, counted(sizes))) <= SINGLE
+    note = "rows are counted, whatever their positions" if ignored else ""
     return noted(distance(got, alone), SINGLE, note)
 
 
@@ -94,8 +99,7 @@ def turn_far_out(subject, sizes):
     x = np.asarray(jnp.asarray(rows_of(sizes), jnp.bfloat16).astype(jnp.float32))
     positions = counted(sizes) + FAR + 1
     got = subject.turn(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions)).astype(jnp.float32)
-    want = turned(x, positions, subject.pairs, subject.base, subject.width)
-    return noted(distance(got, want), 2e-2, "x is bfloat16")
+    return noted(distance(got, expected(subject.rotary, x, positions)), 2e-2, "x is bfloat16")
 
 
 @law("behaviour", "jit changes nothing, positions traced as well", "tracing", about=Rotation)

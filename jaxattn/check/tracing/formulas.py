@@ -154,10 +154,10 @@ def projected(params: PyTree, name: str, x: Array, norm: str | None, rotary, pos
     if norm is not None and f"{name}_ln" in params:
         out = out - out.mean(-1, keepdims=True) if norm == "layer" else out
         out = out / np.sqrt((out**2).mean(-1, keepdims=True) + 1e-6) * numbers(params[f"{name}_ln"]["scale"])
-    return out if rotary is None else _turned(out, rotary, position, block)
+    return out if rotary is None else turned(out, rotary, position, block)
 
 
-def _turned(heads: np.ndarray, rotary: Rotary, position: Array | None, block: int) -> np.ndarray:
+def turned(heads: np.ndarray, rotary: Rotary, position: np.ndarray | Array | None, block: int) -> np.ndarray:
     """Rotary positions as products of complex numbers."""
     width = block if rotary.width is None else rotary.width
     rows = np.arange(heads.shape[-3]) if position is None else numbers(position)
