@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxattn.axes import same_rank
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -251,7 +253,7 @@ class And(Mask):
         if not self.parts:
             return jnp.ones((1, 1, 1), bool)
         blocks = (part.block(frame, q_start, q_size, k_start, k_size) for part in self.parts)
-        return functools.reduce(operator.and_, blocks)
+        return functools.reduce(operator.and_, same_rank(*blocks))
 
     def fill(self, frame: Frame, q_start: int, q_size: int, k_start: int, k_size: int) -> Fill:
         fills = {part.fill(frame, q_start, q_size, k_start, k_size) for part in self.parts}
@@ -261,7 +263,7 @@ class And(Mask):
 
     def source_valid(self, k_len: int) -> Array | None:
         declared = [valid for part in self.parts if (valid := part.source_valid(k_len)) is not None]
-        return functools.reduce(operator.and_, declared) if declared else None
+        return functools.reduce(operator.and_, same_rank(*declared)) if declared else None
 
     def __repr__(self) -> str:
         if not self.parts:
@@ -284,7 +286,7 @@ class Or(Mask):
 
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         blocks = (part.block(frame, q_start, q_size, k_start, k_size) for part in self.parts)
-        return functools.reduce(operator.or_, blocks)
+        return functools.reduce(operator.or_, same_rank(*blocks))
 
     def fill(self, frame: Frame, q_start: int, q_size: int, k_start: int, k_size: int) -> Fill:
         fills = {part.fill(frame, q_start, q_size, k_start, k_size) for part in self.parts}
@@ -295,7 +297,7 @@ class Or(Mask):
     def source_valid(self, k_len: int) -> Array | None:
         declared = [part.source_valid(k_len) for part in self.parts]
         known = [valid for valid in declared if valid is not None]
-        return functools.reduce(operator.or_, known) if len(known) == len(declared) else None
+        return functools.reduce(operator.or_, same_rank(*known)) if len(known) == len(declared) else None
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))

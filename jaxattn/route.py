@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxattn.axes import contract
+from jaxattn.axes import at_least_float32, contract
 from jaxattn.linear import with_pull
 
 LEAST, MOST = 8, 256  # slots of a block: fewer waste loops, more waste slots
@@ -77,7 +77,8 @@ def route(head: Array, heads: int, most: int | None = None) -> Route:
     slot = first[head] * slots + before
     pair = jnp.full(n * slots, head.size, jnp.int32)
     pair = pair.at[slot.reshape(-1)].set(jnp.arange(head.size, dtype=jnp.int32), unique_indices=True)
-    of_block = (first <= jnp.arange(n)[:, None]).sum(-1) - 1
+    begun = first[None, :] <= jnp.arange(n, dtype=first.dtype)[:, None]  # [n, h]
+    of_block = begun.sum(-1) - 1
     return Route(of_block, einops.rearrange(pair, "(n s) -> n s", s=slots), slot)
 
 
@@ -109,7 +110,7 @@ def _collect(operands: tuple[Array, Array], where: Route) -> tuple[Array, tuple[
         part = contract(slots, kernel[head], "s i, i o -> s o", dtype=_sums(pairs))
         return total.at[row].add(part, mode="promise_in_bounds"), None
 
-    zeros = jnp.zeros((where.slot.shape[0], kernel.shape[-1]), _sums(pairs))
+    zeros = jnp.zeros_like(pairs, _sums(pairs), (where.slot.shape[0], kernel.shape[-1]))
     slots, _ = _to_slots(pairs, where)
     return jax.lax.scan(block, zeros, (slots, where.row, where.head))[0], ()
 
@@ -126,7 +127,7 @@ def _owed_kernel(x: Array, pairs: Array, where: Route, heads: int) -> Array:
         sum_ = jax.lax.dynamic_index_in_dim(total, head, keepdims=False) + part
         return jax.lax.dynamic_update_index_in_dim(total, sum_, head, 0), None
 
-    zeros = jnp.zeros((heads, pairs.shape[-1], x.shape[-1]), _sums(x))
+    zeros = jnp.zeros_like(x, _sums(x), (heads, pairs.shape[-1], x.shape[-1]))
     slots, _ = _to_slots(pairs, where)
     return jax.lax.scan(block, zeros, (slots, where.row, where.head))[0]
 
@@ -154,7 +155,7 @@ def _rows(x: Array, index: Array) -> Array:
 
 
 def _sums(x: Array) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return at_least_float32(x.dtype)
 
 
 Ruled = Callable[..., Array]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxattn.axes import at_least_float32
 from jaxattn.engines import formula, steps
 from jaxattn.engines.call import Call, Engine
 from jaxattn.engines.layout import (
@@ -206,12 +207,12 @@ def _group_forward(part: Parts, call: Call, start: Origin, group: Group) -> tupl
     assert part.rows is not None and part.keys is not None
     if group.k_size == 0:
         query, value = part.rows.query, part.keys.value
-        zeros = lambda all_heads, *end, dtype: jnp.zeros(
-            (value.shape[0], all_heads * query.shape[-3] // call.logit_heads, *end), dtype
+        zeros = lambda dtype, all_heads, *end: jnp.zeros_like(
+            value, dtype, (value.shape[0], all_heads * query.shape[-3] // call.logit_heads, *end)
         )
         rows = group.size * group.blocks
-        known = zeros(call.softmax_heads, rows, 2, dtype=jnp.promote_types(query.dtype, jnp.float32))
-        return zeros(call.output_heads, rows, value.shape[-2], dtype=value.dtype), known
+        known = zeros(call.dtype, call.softmax_heads, rows, 2)
+        return zeros(value.dtype, call.output_heads, rows, value.shape[-2]), known
 
     def block(xs):
         rows, q_start, k_start = xs
@@ -224,9 +225,7 @@ def _group_forward(part: Parts, call: Call, start: Origin, group: Group) -> tupl
 
 def _backward(floats: Parts, parts: Parts, call: Call, plan: Plan, known: Array, cotangent: Array) -> Parts:
     """Cotangents of all floating arrays, block by block; what keys are owed is added in place."""
-    zeros = lambda tree: jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), tree
-    )
+    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x, at_least_float32(x.dtype)), tree)
 
     def some(shared, xs):
         (rows, keys, start), of_out = xs
@@ -279,7 +278,7 @@ def _group_backward(part: Parts, call: Call, start: Origin, group: Group, owed: 
 def _turns(parts: Parts, call: Call, plan: Plan) -> tuple[Rows | None, Keys | None, Origin]:
     """Both sides with the loop over examples and parts of the heads leading, and where each turn starts."""
     rows, keys = jax.tree.map(lambda x: _split(x, plan), (parts.rows, parts.keys))
-    turn = jnp.arange(jax.tree.leaves(rows)[0].shape[0])
+    turn = jnp.arange(jax.tree.leaves(rows)[0].shape[0], dtype=jnp.int32)
     example, part = turn // plan.parts, turn % plan.parts
     none = jnp.zeros_like(turn)
     heads = call.logit_heads // plan.parts
@@ -388,8 +387,8 @@ def _where_seen(seen: Array | None, compute: Callable[[], Array]) -> Array:
     """`compute()`, or zeros without computing it where nothing is seen."""
     if seen is None:
         return compute()
-    shape = jax.eval_shape(compute)
-    return jax.lax.cond(seen, compute, lambda: jnp.zeros(shape.shape, shape.dtype))
+    out = jax.eval_shape(compute)
+    return jax.lax.cond(seen, compute, lambda: jnp.zeros_like(out))
 
 
 def add_at(total: Array, part: Array, starts: dict[int, int | Array]) -> Array:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jaxattn.axes import at_least_float32
 from jaxattn.masks import Frame, Mask
 from jaxattn.sides import Coupling, KeySide, Mix, QuerySide
 
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     @property
     def dtype(self) -> jnp.dtype:
         """The type of logits and softmax: at least float32."""
-        return jnp.promote_types(self.query.query.dtype, jnp.float32)
+        return at_least_float32(self.query.query.dtype)
 
     @property
     def logit_heads(self) -> int:

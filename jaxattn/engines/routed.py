@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxattn.axes import at_least_float32
 from jaxattn.engines.blocked import add_at, block_heads, key_span, of_examples
 from jaxattn.engines.call import Call, Engine
 from jaxattn.engines.layout import (
@@ -123,7 +124,7 @@ def _forward(pairs: Pairs, where: Route, call: Call, reach: Reach) -> Array:
 
             def heads(size: int, first: Array) -> Array:
                 if size == 0:
-                    return jnp.zeros((query.shape[0], pairs.value.shape[-2]), pairs.value.dtype)
+                    return jnp.zeros_like(pairs.value, shape=(query.shape[0], pairs.value.shape[-2]))
                 own, start = _cut(pairs._replace(query=query), slots, here, size, first)
                 return _heads(own, slots, here, start._replace(example=number))
 
@@ -140,7 +141,7 @@ def _backward(pairs: Pairs, where: Route, call: Call, reach: Reach, cotangent: A
     def example(xs):
         pairs, where, number, cotangent = xs
         here = of_examples(call, number, 1)
-        zeros = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+        zeros = lambda x: jnp.zeros_like(x, at_least_float32(x.dtype))
 
         def block(owed, xs):
             query, slots, cotangent = xs
@@ -183,7 +184,7 @@ def _slots(where: Route) -> Slots:
 
 
 def _numbers(where: Route) -> Array:
-    return jnp.arange(where.head.shape[0])
+    return jnp.arange(where.head.shape[0], dtype=jnp.int32)
 
 
 def _sources(slots: Slots, call: Call) -> tuple[Array, Array]:
@@ -232,7 +233,7 @@ def _heads(own: Pairs, slots: Slots, call: Call, start: Origin) -> Array:
         keys=Keys(own.key[None], own.value[None], None, (), (), None),
         coupling=dataclasses.replace(call.coupling, pre=(), post=(), key_of=None, value_of=None),
         bias=None,
-        visible=visible & slots.filled[:, None],
+        visible=visible & einops.rearrange(slots.filled, "s -> 1 s 1"),
         dropout_key=call.dropout_key,
         start=start,
     )

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxattn.axes import contract
+from jaxattn.axes import contract, same_rank
 from jaxattn.engines import formula
 from jaxattn.engines.formula import join_groups, split_groups
 from jaxattn.linear import linear_map, with_pull
@@ -72,14 +72,15 @@ def softmax(x: Array, visible: Array, known: Array | None = None) -> tuple[Array
         weights, and [..., q, 2]: each row's largest logit and 1 / sum. The latter is data: its derivative is
         zero, and that to x is whole without it.
     """
-    finite = lambda x: jnp.minimum(x, jnp.finfo(x.dtype).max)
+    reach, largest = formula.reach(x.dtype), jnp.finfo(x.dtype).max
+    # Between 0 and -reach: no difference of finite logits overflows, and none is a rounded product's own.
+    below = lambda x, top: jnp.minimum(jnp.maximum(x, top - reach), top) - top
     if known is not None:
-        again = lambda x, top, share: jnp.where(visible, jnp.exp(finite(x) - top) * share, 0)
+        again = lambda x, top, share: jnp.where(visible, jnp.exp(below(x, top)) * share, 0)
         return _alone(again, x, known[..., :1], known[..., 1:]), known
-    x = jnp.where(visible, finite(x), -jnp.inf)
+    x = jnp.where(visible, jnp.minimum(x, largest), -largest)
     top = jnp.max(x, axis=-1, keepdims=True)
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    raised = jnp.exp(x - top)
+    raised = jnp.where(visible, jnp.exp(below(x, top)), 0)
     total = raised.sum(axis=-1, keepdims=True)
     share = 1 / jnp.where(total == 0, 1, total)
     return _alone(operator.mul, raised, share), jnp.concatenate([top, share], axis=-1)
@@ -110,7 +111,9 @@ def _mix(operands: tuple[Array, Mix, Both], others: PyTree) -> tuple[Array, list
     matrix = None if static.matrix is None else grouped(_matrix(join_groups(x), static))
     whole = lambda m: grouped(_alone(_sum_over_heads, join_groups(x), m))
     dense = [None if f is None or f.dense is None else whole(f.dense) for f in rows]
-    bias = None if static.bias is None else grouped(einops.rearrange(static.bias, "o -> o 1 1"))
+    bias = None if static.bias is None else einops.rearrange(static.bias, "(g o) -> g o 1 1", g=groups)
+    if bias is not None:
+        bias = same_rank(x, bias)[1]
 
     def together(x, matrix, dense, lows, ups, diags, bias):
         terms = [x] if matrix is None or static.skip else []
@@ -185,7 +188,7 @@ def _alone(function: Callable[..., Array], *operands: PyTree) -> Array:
 
     def branch(*operands):
         always = jax.lax.optimization_barrier(jnp.ones((), bool))
-        return jax.lax.cond(always, function, lambda *_: jnp.zeros(out.shape, out.dtype), *operands)
+        return jax.lax.cond(always, function, lambda *_: jnp.zeros_like(out), *operands)
 
     def barrier(*operands):
         return jax.lax.optimization_barrier(function(*operands))
