@@ -50,7 +50,15 @@ def block_shape(rows: int, active: int, heads: int, most: int | None = None) -> 
     Example:
         >>> block_shape(rows=2048, active=8, heads=16)
         (79, 256)
+
+    Raises:
+        ValueError: where the number of rows is symbolic, as in `jax.export`.
     """
+    if not isinstance(rows, int):
+        raise ValueError(
+            f"engine 'routed': it plans its blocks by the number of rows, which is symbolic ({rows}). "
+            "Fix: engine='auto' or 'dense', which compute every head."
+        )
     pairs = rows * active
     slots = LEAST
     while slots < (most or MOST) and 8 * slots * heads <= pairs:

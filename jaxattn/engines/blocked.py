@@ -135,11 +135,11 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
 
 def plan_of(call: Call) -> Plan:
     """The plan, from the shapes and from what the mask tells without its data."""
-    q_len, examples = call.frame.q_len, max(1, math.prod(call.frame.batch))
+    q_len = call.frame.q_len
     turns = _head_turns(call)
     together = turns == 1 and call.logit_heads > 1
     block_bytes = BLOCK_BYTES[together]
-    row_bytes = max(1, call.score_bytes // max(1, examples * q_len * turns))
+    row_bytes = max(1, call.score_bytes // max(1, q_len * turns))
     rows = ROWS[0]
     while rows < ROWS[1] and 2 * rows * row_bytes <= block_bytes:
         rows *= 2
@@ -154,7 +154,7 @@ def plan_of(call: Call) -> Plan:
     groups = [_reach(call, a * size, size, b - a) for a, b in itertools.pairwise(edges)]
     if rest:
         groups.append(_reach(call, whole * size, rest, 1))
-    return Plan(groups, _divisor(examples, at_once // turns), parts)
+    return Plan(groups, _divisor(call.examples, at_once // turns), parts)
 
 
 def _head_turns(call: Call) -> int:
@@ -401,4 +401,4 @@ def add_at(total: Array, part: Array, starts: dict[int, int | Array]) -> Array:
     return jax.lax.dynamic_update_slice(total, here + part.astype(total.dtype), index)
 
 
-ENGINE = Engine("blocked", run, CAPTURES, about="linear memory, forward and backward")
+ENGINE = Engine("blocked", run, CAPTURES, symbolic=("b",), about="linear memory, forward and backward")
