@@ -3,9 +3,9 @@
 `jax.custom_vjp` would give a reverse pass of its own, at the price of forward mode; this keeps both: in a
 `custom_jvp` rule the tangent is a linear map, and only its transposition is replaced.
 
-Inside `jax.shard_map` an array is the same on all devices or varies along mesh axes, and its cotangent must be
-of the same kind. All operands are therefore marked as varying along the axes of any of them, outside of the rule:
-JAX then sums over devices the cotangent of an operand that is the same on all, as for its own operations.
+Inside `jax.shard_map` an array is the same on all devices or varies along mesh axes, and so is its cotangent.
+Before the rule all operands are therefore marked as varying along the axes of any of them: JAX transposes
+that mark to a sum over devices, for operands that are the same on all, as it does for its own operations.
 """
 
 from collections.abc import Callable

@@ -159,9 +159,9 @@ def _scaled_scores(query: Array, key: Array, c: Coupling, dtype: Dtype, steps: S
 def softmax(x: Array, visible: Array) -> Array:
     """Softmax over the visible keys; a row without one gives zeros, with zero gradients.
 
-    Finite logits up to the type's largest make no infinity on the way: those that are so far below their row's
-    largest that their weight is zero are left out before the difference is taken. All selections are between
-    finite numbers, so no derivative of any order meets 0 * inf, and none halves the gradient of a tie as
+    Finite logits up to the type's largest make no infinity on the way: those so far below their row's largest
+    that their weight is zero are left out before the difference is taken. All selections are between finite
+    numbers, so no derivative of any order meets 0 * inf, and none halves the gradient of a tie as
     `jnp.maximum` does. The cap lies between the product and the difference: contracted into one rounding, a
     large logit would differ from its own maximum.
     """

@@ -142,6 +142,4 @@ def _kept(call: Call) -> Array | None:
     return dropout.keep(call.dropout_key, c.dropout, c.dropout_shared, shape)
 
 
-ENGINE = Engine(
-    "reference", run, CAPTURES, symbolic=("b", "q", "k"), about="loops over pairs, for checking"
-)
+ENGINE = Engine("reference", run, CAPTURES, symbolic=("b", "q", "k"), about="loops over pairs, for checking")

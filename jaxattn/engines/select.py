@@ -35,6 +35,10 @@ def select(engine: str, call: Call) -> Engine:
     if why is not None:
         whole = call._replace(query=call.query._replace(head=None))
         able, wholly = ([e.name for e in ENGINES.values() if e.why_not(c) is None] for c in (call, whole))
-        fix = f"one of auto, {', '.join(able)}" if able else f"with every head held, one of {', '.join(wholly)}"
+        fix = (
+            f"one of {', '.join(able)}, or auto"
+            if able
+            else f"with every head held, one of {', '.join(wholly)}"
+        )
         raise ValueError(f"engine {engine!r} cannot run this call: {why}. Fix: {fix}.")
     return chosen
