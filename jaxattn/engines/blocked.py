@@ -4,8 +4,8 @@ A block is some query rows against all keys that they can reach, all heads at on
 before and after the softmax; where they are not, a loop goes over the heads, so that a block stays in the
 processor's cache. Rows are grouped by reach: each group has one static number of keys, so that keys which
 causality or a window hides are never touched. Examples go one after another where a block of several would
-be large. The backward pass recomputes each block and adds the keys' gradients in place; nothing of the size of
-the scores is kept.
+be large. The backward pass recomputes each block and adds the keys' gradients in place; nothing of the size
+of the scores is kept.
 """
 
 import functools
