@@ -35,8 +35,9 @@ def attend(
     Args:
         query_side, key_side, coupling: the form (see `jaxattn.sides`).
         mask: who may see whom, True = visible; None is everything. Rows that `key_side.valid` denies
-            are hidden too. A key row that `valid` or one array of the mask hides from every query has no influence,
-            and a query row that `query_side.valid` denies none on others, whatever they hold, NaN included.
+            are hidden too. A key row that `valid` or one array of the mask hides from every query has no
+            influence, and a query row that `query_side.valid` denies none on others, whatever they hold,
+            NaN included.
         bias: [..., hs, q, k], added to the logits after the pre mixes; h, q or k may be 1.
         engine: "auto" or a name of `ja.ENGINES`; none changes the function.
         dropout_key: draws the dropout that the coupling states; None is evaluation.
@@ -90,7 +91,8 @@ def checked_call(
     *,
     zeroed: bool = False,
 ) -> Call:
-    """The call that engines receive, of sides that were made before; raises where its parts do not fit each other.
+    """The call that engines receive, of sides that were made before; raises where its parts do not fit each
+    other.
 
     Key rows that no query sees are set to zero here, once for every engine, before any product.
 

@@ -18,7 +18,7 @@ from jaxattn.cache import Cache, empty_cache
 from jaxattn.engines import routes
 from jaxattn.engines.call import Call
 from jaxattn.explain import explain
-from jaxattn.inputs import States, read_pair, read_rows, read_states
+from jaxattn.inputs import read_pair, read_rows, read_states
 from jaxattn.manifest_call import manifest
 from jaxattn.masks import Mask, as_mask, causal, window
 from jaxattn.params import check_params, declared_axes, expected
@@ -34,8 +34,8 @@ class Aux(NamedTuple):
     """What a call returns beside its output.
 
     Attributes:
-        losses: auxiliary losses by name; where two links of a chain have a loss of one name, the later one's is
-            preceded by the link's ("moh_1_balance").
+        losses: auxiliary losses by name; where two links of a chain have a loss of one name, the later
+            one's is preceded by the link's ("moh_1_balance").
         sums: sums and counts by link; add them across batches, then ask `Attention.losses`.
         captured: the intermediates that were asked for.
     """
@@ -53,13 +53,13 @@ class Aux(NamedTuple):
 class Attention:
     """One attention sublayer: static sizes and transforms, with pure functions over parameters.
 
-    A value: two made alike are equal and hash alike, so that one compiled program serves both; it can be pickled,
-    and `repr` evaluates back.
+    A value: two made alike are equal and hash alike, so that one compiled program serves both; it can be
+    pickled, and `repr` evaluates back.
 
     Parameters are a plain tree: `query`, `key`, `value`, `out`, each with a `kernel` (W_Q [m, h, d] ...
     W_O [h, v, m]) and, where used, a `bias`; `query_ln` and `key_ln` with head norms; and `heads`,
-    the transforms' own leaves by link name. Every method that takes them raises where they are not the tree of
-    this attention (`check_params`).
+    the transforms' own leaves by link name. Every method that takes them raises where they are not the tree
+    of this attention (`check_params`).
 
     Attributes:
         spec: the sizes that were asked for.
@@ -81,7 +81,7 @@ class Attention:
 
     @property
     def variant(self) -> str:
-        """The transforms that change something, in order with their options; "identity" where there are none."""
+        """The transforms that change something, with their options; "identity" where there are none."""
         return " + ".join(repr(link) for link in self.links if link.changes) or "identity"
 
     def init(
@@ -153,8 +153,8 @@ class Attention:
                 them.
 
         Raises:
-            ValueError: for `routed`, where no router decides from the states alone; where params are not those
-                of this attention.
+            ValueError: for `routed`, where no router decides from the states alone; where params are not
+                those of this attention.
         """
         self.check_params(params)
         return self._queries(
@@ -181,7 +181,7 @@ class Attention:
         return self._keys(params, x_k, x_v, valid, positions)
 
     def expand(self, key_side: KeySide) -> KeySide:
-        """What is read of a stored key side: it adds what need not be stored (MOHSA's neighbouring channels)."""
+        """What is read of a stored key side: with what need not be stored (neighbouring channels)."""
         for link, site in self._linked():
             key_side = link.expand(key_side, site)
         return key_side
@@ -214,8 +214,8 @@ class Attention:
             x_q: [..., q, m], any number of batch axes.
             x_kv: the source [..., k, m_k], or a pair (x_k, x_v) of the same rows; None is
                 self-attention. Source rows that `padding` in the mask denies are zeroed before
-                they are projected, in self-attention as queries too. So are, as keys alone, rows that an array of
-                the mask hides from every query.
+                they are projected, in self-attention as queries too. So are, as keys alone, rows that an
+                array of the mask hides from every query.
             mask: a `ja.masks` value, True = visible; None is everything.
             bias, engine, dropout_key, capture, remask: see `attend`.
             positions: [..., t], or a pair for queries and keys; None counts from 0 on both sides.
@@ -266,8 +266,8 @@ class Attention:
 
         Args:
             params, x_q, mask, bias, engine, dropout_key, capture, remask: as in `apply`.
-            key_side: what `key_side` made; its invalid rows are hidden, and have no influence even where they hold
-                NaN.
+            key_side: what `key_side` made; its invalid rows are hidden, and have no influence even where
+                they hold NaN.
             positions: [..., q] of the queries; None counts from 0.
             valid: [..., q] bool; rows that are not are zeroed and count in no statistic.
 
@@ -303,8 +303,8 @@ class Attention:
             positions: [..., k]; None continues to count. With padding on the left, say where real rows are.
 
         Raises:
-            ValueError, TypeError: for another attention, batch or dtype than the cache's, and, outside of jit,
-                for more rows than fit: nothing is written. Under jit see `Cache.refused`.
+            ValueError, TypeError: for another attention, batch or dtype than the cache's, and, outside of
+                jit, for more rows than fit: nothing is written. Under jit see `Cache.refused`.
         """
         cache.check_owner(self)
         self.check_params(params)
@@ -391,7 +391,8 @@ class Attention:
         if missing:
             raise ValueError(
                 f"{self!r}: no axis names are declared for {', '.join(missing)}. Fix: in the transform, "
-                'def declare(self, at): return ja.Declaration(axes={...}), a string such as "hl hs" for each leaf.'
+                'def declare(self, at): return ja.Declaration(axes={...}), a string such as "hl hs" for '
+                "each leaf."
             )
         return jax.tree.unflatten(found.structure, [declared[path] for path in found.paths])
 
@@ -532,7 +533,8 @@ def _only_claimed(site: Site, before: Any, after: Any) -> Any:
         ):
             raise ValueError(
                 f"{site.name}: it changed {which} mixes that its adapt did not claim (claimed stage: "
-                f"{getattr(site, which)}, stages: {len(old)}, now {len(new)}). Fix: sizes.claim({which}=heads) in "
+                f"{getattr(site, which)}, stages: {len(old)}, now {len(new)}). Fix: "
+                f"sizes.claim({which}=heads) in "
                 f"adapt, and at.fill(..., {which}=...) in the hook."
             )
     return after

@@ -198,7 +198,7 @@ def empty_cache(
 
 
 def _owner(attn: Any) -> tuple[str, str]:
-    """What tells two attentions apart: the transforms in order with their options, and every resolved size."""
+    """What tells two attentions apart: the transforms with their options, and every resolved size."""
     return attn.variant, repr(attn.sizes)
 
 

@@ -42,9 +42,9 @@ def read_states(
 ) -> States:
     """The states of `Attention.apply`, whose arguments these are.
 
-    A source row that is not real (`padding`, `lengths`, `valid`) is zeroed as key and, in self-attention, as query.
-    A row that one array of the mask hides from every query is zeroed as key alone, and only where it holds values
-    that could spread (`calm_rows`): as a query it still counts.
+    A source row that is not real (`padding`, `lengths`, `valid`) is zeroed as key and, in self-attention,
+    as query. A row that one array of the mask hides from every query is zeroed as key alone, and only where
+    it holds values that could spread (`calm_rows`): as a query it still counts.
     """
     itself = x_kv is None
     x_q = check_state("x_q", x_q, "q", spec.in_q, "HeadSpec(in_q=...)")

@@ -88,7 +88,8 @@ class Mask(abc.ABC):
         return None
 
     def seen_rows(self, k_len: int) -> Array | None:
-        """Source rows that some query may see, bool [..., k], as far as arrays of the mask tell; None = all of them.
+        """Source rows that some query may see, bool [..., k], as far as arrays of the mask tell; None = all
+        of them.
 
         A row that is False here is hidden from every query. The other way round need not hold: rows that
         positions hide, or two parts only together, are not looked for.

@@ -23,11 +23,12 @@ CORE_AXES = {
     "query_ln/scale": "d",
     "key_ln/scale": "d",
 }
-OF_OTHERS = {
-    "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "q_lin", "k_lin", "v_lin", "out_lin", "qkv", "qkv_proj",
-    "c_attn", "c_proj", "query_key_value", "dense", "in_proj_weight", "in_proj_bias", "weight", "self_attn",
-    "query_proj", "key_proj", "value_proj", "output_proj", "attention", "attn", "Wqkv", "self", "output",
-}  # fmt: skip
+# Names by which other libraries know the parts of an attention.
+OF_OTHERS = frozenset(
+    "q_proj k_proj v_proj o_proj out_proj q_lin k_lin v_lin out_lin qkv qkv_proj c_attn c_proj Wqkv dense "
+    "query_key_value in_proj_weight in_proj_bias weight self_attn query_proj key_proj value_proj output_proj "
+    "attention attn self output".split()
+)
 
 
 class Expected(NamedTuple):
@@ -95,7 +96,8 @@ def check_params(attn: Any, params: PyTree, allow: tuple[str, ...] = ()) -> None
     wrong = _differences(attn, want.shapes, got)
     if "heads" not in params:
         wrong.append(
-            f"heads: got the groups {', '.join(map(str, params))}, expected `heads` among them, the leaves of the "
+            f"heads: got the groups {', '.join(map(str, params))}, expected `heads` among them, the leaves "
+            f"of the "
             "transforms ({} where there are none)"
         )
     if wrong:
@@ -195,7 +197,8 @@ def _likely(want: dict[str, tuple[int, ...]], got: dict[str, Any]) -> str:
         cause = "these are Flax variables; their tree is variables['params']"
     elif words & OF_OTHERS and not core:
         cause = (
-            f"these are names of another library ({', '.join(sorted(words & OF_OTHERS))}); the groups here are "
+            f"these are names of another library ({', '.join(sorted(words & OF_OTHERS))}); the groups here "
+            f"are "
             "query, key, value [m, h, d] and out [h, v, m]"
         )
     elif links - own:
@@ -207,7 +210,8 @@ def _likely(want: dict[str, tuple[int, ...]], got: dict[str, Any]) -> str:
         )
     elif any(len(shape_of(p)) == 2 < len(want[p]) for p in want if p in CORE_AXES and p in got):
         cause = (
-            "a kernel is flat, [m, (h d)]; einops.rearrange(kernel, 'm (h d) -> m h d', h=...) names its heads, "
+            "a kernel is flat, [m, (h d)]; einops.rearrange(kernel, 'm (h d) -> m h d', h=...) names its "
+            "heads, "
             "and out is '(h v) m -> h v m'"
         )
     elif len(shape_of("query/kernel")) == 3 and shape_of("query/kernel") != want["query/kernel"]:

@@ -108,8 +108,9 @@ def zero_rows(x: Array, kept: Array | None, core: int) -> Array:
 def calm_rows(x: Array, seen: Array | None, core: int) -> Array:
     """`x` with unseen rows zero where a product with them could be infinite or NaN.
 
-    Weights of hidden pairs are exactly zero, and zero times a number is zero: rows of ordinary size are left as
-    they are. Rows with an entry that is not finite, or above the square root of the type's maximum, are not.
+    Weights of hidden pairs are exactly zero, and zero times a number is zero: rows of ordinary size are
+    left as they are. Rows with an entry that is not finite, or above the square root of the type's maximum,
+    are not.
 
     Args:
         x: [..., t, ...], with `core` axes from t on.
@@ -180,9 +181,9 @@ class PairBias:
 
     Attributes:
         params: arrays, learned or not.
-        of: a function of a module, or a frozen dataclass with `__call__`: equal rules are then equal, hash alike
-            and can be pickled, so that two attentions made alike share one compiled program. A lambda or a local
-            function works, but equals only itself.
+        of: a function of a module, or a frozen dataclass with `__call__`: equal rules are then equal, hash
+            alike and can be pickled, so that two attentions made alike share one compiled program. A lambda
+            or a local function works, but equals only itself.
     """
 
     params: PyTree

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
@@ -66,8 +67,8 @@ class Site:
 
         Example:
             >>> from jaxattn.spec import HeadSpec, Sizes
-            >>> sizes = Sizes.of(HeadSpec(model=6, heads=2)).claim(pre=2)
-            >>> Site("mine", sizes, pre=0).fill(Coupling(1.0, pre=(Mix(),)), pre=Mix(jnp.eye(2))).pre[0].groups
+            >>> at = Site("mine", Sizes.of(HeadSpec(model=6, heads=2)).claim(pre=2), pre=0)
+            >>> at.fill(Coupling(1.0, pre=(Mix(),)), pre=Mix(jnp.eye(2))).pre[0].groups
             1
         """
         changes = {}
@@ -150,14 +151,12 @@ class Declaration:
     idle: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-HOOKS = (
-    "adapt", "init", "query_side", "route", "key_side", "expand", "coupling", "finish", "aux", "losses", "declare",
-)  # fmt: skip
+HOOKS = tuple("adapt init query_side route key_side expand coupling finish aux losses declare".split())
 
 
 def _check_members(cls: "type[HeadTransform]") -> None:
     """Raise where an option hides a hook, or a method looks like a misspelt one."""
-    for option in cls.__dict__.get("__annotations__", {}):
+    for option in inspect.get_annotations(cls):
         if option in (*HOOKS, "overrides"):
             raise TypeError(
                 f"{cls.__name__}: its option {option!r} has the name of a hook. Fix: another name."
@@ -201,7 +200,8 @@ class HeadTransform:
         super().__init_subclass__(**named)
         if HeadTransform not in cls.__bases__:
             raise TypeError(
-                f"{cls.__name__}: it extends {cls.__bases__[0].__name__}, a transform. Fix: extend HeadTransform "
+                f"{cls.__name__}: it extends {cls.__bases__[0].__name__}, a transform. Fix: extend "
+                f"HeadTransform "
                 "itself, and call shared functions; or chain the two."
             )
         if "name" not in cls.__dict__:
@@ -243,8 +243,8 @@ class HeadTransform:
         """The heads whose gate may differ from 0, [..., q, a], and a note (or None) for `query_side`.
 
         They are distinct and chosen from the states alone, so that the others need not be projected.
-        `query_side` finds the note by `at.noted(side)`. A transform that gives this hook only for some options
-        says so in `overrides`.
+        `query_side` finds the note by `at.noted(side)`. A transform that gives this hook only for some
+        options says so in `overrides`.
         """
         return None
 
@@ -390,7 +390,8 @@ def _check_options(transform: HeadTransform) -> None:
         except TypeError:
             raise TypeError(
                 f"{transform.name}: option {field.name} is {_named(value)}, which cannot be hashed, so equal "
-                "transforms could not be told. Fix: a number, a string, a tuple, a frozen dataclass; arrays that "
+                "transforms could not be told. Fix: a number, a string, a tuple, a frozen dataclass; arrays "
+                "that "
                 "are learned belong to init."
             ) from None
         if isinstance(value, float) and math.isnan(value):

@@ -46,7 +46,9 @@ class rows_of_query(ja.HeadTransform):
         return sizes.claim(pre=len(self.kernel[0]))
 
     def query_side(self, params, x_q, side, at):
-        return at.fill(side, pre=ja.Factors(dense=jnp.einsum("...tm,mio->...tio", x_q, jnp.asarray(self.kernel))))
+        return at.fill(
+            side, pre=ja.Factors(dense=jnp.einsum("...tm,mio->...tio", x_q, jnp.asarray(self.kernel)))
+        )
 
 
 class rows_of_key(ja.HeadTransform):
@@ -58,7 +60,9 @@ class rows_of_key(ja.HeadTransform):
         return sizes.claim(pre=len(self.kernel[0]))
 
     def key_side(self, params, x_k, side, at):
-        return at.fill(side, pre=ja.Factors(dense=jnp.einsum("...tm,mio->...tio", x_k, jnp.asarray(self.kernel))))
+        return at.fill(
+            side, pre=ja.Factors(dense=jnp.einsum("...tm,mio->...tio", x_k, jnp.asarray(self.kernel)))
+        )
 
 
 def nested(array: np.ndarray) -> tuple[Table, ...]:

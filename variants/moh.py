@@ -47,10 +47,10 @@ class moh(ja.HeadTransform):
         released: g = 2 a_1 (shared s_i);  2 a_2 (top_k p_i / sum of the selected p)
     Exactly shared + top_k heads are active a token. Keys and values stay dense. Takes fewer key heads.
 
-    Equal scores: the lowest index wins, always. A score of the routed heads that is NaN counts as the lowest, so
-    that one bad score does not spread to the other heads. `top_k = 0` leaves the shared heads, `shared = 0` the
-    routed ones. A softmax over a single head is 1 whatever its logit, so one shared or one routed head has no
-    router of its own (no leaf without a gradient).
+    Equal scores: the lowest index wins, always. A score of the routed heads that is NaN counts as the
+    lowest, so that one bad score does not spread to the other heads. `top_k = 0` leaves the shared heads,
+    `shared = 0` the routed ones. A softmax over a single head is 1 whatever its logit, so one shared or one
+    routed head has no router of its own (no leaf without a gradient).
 
     Args:
         shared: heads 0 .. shared-1, always active.
@@ -96,7 +96,8 @@ class moh(ja.HeadTransform):
         check_option("moh: balance", self.balance, ("paper", "released"))
         if self.shared < 0 or self.top_k < 0 or self.shared + self.top_k < 1:
             raise ValueError(
-                f"moh: shared = {self.shared}, top_k = {self.top_k}, expected counts of at least 0 with at least "
+                f"moh: shared = {self.shared}, top_k = {self.top_k}, expected counts of at least 0 with at "
+                f"least "
                 "one active head. Fix: shared >= 1 or top_k >= 1."
             )
 
@@ -112,7 +113,8 @@ class moh(ja.HeadTransform):
         routed = sizes.output_heads - self.shared
         if self.top_k > routed:
             raise ValueError(
-                f"moh: top_k = {self.top_k} is above the {routed} routed heads (heads = {sizes.output_heads}, "
+                f"moh: top_k = {self.top_k} is above the {routed} routed heads (heads = "
+                f"{sizes.output_heads}, "
                 f"shared = {self.shared}). Fix: top_k <= heads - shared."
             )
         if not self._learned and (sizes.projected_by or sizes.query_heads != sizes.output_heads):

@@ -1,6 +1,7 @@
 """Laws of rotary positions: what a turn keeps, what scores of turned rows say, and of which row."""
 
 import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
