@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -113,7 +113,7 @@ def _same(want: Expected, params: PyTree) -> bool:
     """The quick answer for a plain dict of arrays."""
     leaves, structure = jax.tree.flatten(params)
     return structure == want.structure and all(
-        getattr(leaf, "shape", None) == shape and jnp.issubdtype(getattr(leaf, "dtype", None), jnp.floating)
+        getattr(leaf, "shape", None) == shape and jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating)
         for leaf, shape in zip(leaves, want.shapes.values(), strict=True)
     )
 
@@ -191,7 +191,7 @@ def _likely(want: dict[str, tuple[int, ...]], got: dict[str, Any]) -> str:
     links = {path.split("/")[1] for path in got if path.startswith("heads/")}
     own = {path.split("/")[1] for path in want if path.startswith("heads/")}
     core = all(path in got for path in want if not path.startswith("heads/"))
-    shape_of = lambda path: tuple(getattr(got.get(path), "shape", ()))
+    shape_of: Callable[[str], tuple[int, ...]] = lambda path: tuple(getattr(got.get(path), "shape", ()))
     cause = None
     if got and all(path.startswith("params/") for path in got):
         cause = "these are Flax variables; their tree is variables['params']"
@@ -211,13 +211,11 @@ def _likely(want: dict[str, tuple[int, ...]], got: dict[str, Any]) -> str:
     elif any(len(shape_of(p)) == 2 < len(want[p]) for p in want if p in CORE_AXES and p in got):
         cause = (
             "a kernel is flat, [m, (h d)]; einops.rearrange(kernel, 'm (h d) -> m h d', h=...) names its "
-            "heads, "
-            "and out is '(h v) m -> h v m'"
+            "heads, and out is '(h v) m -> h v m'"
         )
     elif len(shape_of("query/kernel")) == 3 and shape_of("query/kernel") != want["query/kernel"]:
-        cause = "the tree has {1} heads of width {2} for states of width {0}".format(
-            *shape_of("query/kernel")
-        )
+        m, heads, width = shape_of("query/kernel")
+        cause = f"the tree has {heads} heads of width {width} for states of width {m}"
     elif len(shape_of("key/kernel")) == 3 and shape_of("key/kernel") != want["key/kernel"]:
         heads = shape_of("key/kernel")[1]
         cause = f"the tree has {heads} key heads, as HeadSpec(kv_heads={heads}) makes"
