@@ -264,7 +264,7 @@ def _group_backward(part: Parts, call: Call, start: Origin, group: Group, totals
         )[0]
         (moved,) = jax.vjp(again, moving)[1](cotangent)
         keys = jax.tree.map(lambda a, b: add_at(a, b, {K_AXIS: k_start}), totals.keys, moved.keys)
-        coupling = jax.tree.map(jnp.add, totals.coupling, moved.coupling)
+        coupling = jax.tree.map(lambda a, b: add_at(a, b, {}), totals.coupling, moved.coupling)
         bias = totals.bias
         if bias is not None:
             starts = zip(BIAS_AXES, block.start, strict=True)

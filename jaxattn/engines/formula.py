@@ -165,6 +165,7 @@ def softmax(x: Array, visible: Array) -> Array:
     `jnp.maximum` does. The cap lies between the product and the difference: contracted into one rounding, a
     large logit would differ from its own maximum.
     """
+    x, visible = same_rank(x, visible)
     largest = jnp.finfo(x.dtype).max
     x = jnp.where(x > largest, largest, x)
     top = jax.lax.stop_gradient(jnp.where(visible, x, -largest).max(axis=-1, keepdims=True))
