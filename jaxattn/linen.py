@@ -1,6 +1,5 @@
 """The Flax Linen face: `import jaxattn.linen`, in the place of flax.linen.MultiHeadDotProductAttention."""
 
-import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from jaxattn.masks import Mask
 from jaxattn.module_args import AXES, check_axis_names, head_width
 from jaxattn.module_call import SOWN, Asked, Face
 from jaxattn.module_state import cache_arrays, cache_of, cache_shape
+from jaxattn.params import expected
 from jaxattn.spec import HeadSpec, Rotary
 from jaxattn.transform import HeadTransform, identity
 
@@ -62,7 +62,7 @@ class MultiHeadDotProductAttention(nn.Module):
         engine: which engine runs the call; none changes the function.
         head_dropout_rate: dropout on whole heads.
         num_kv_heads: fewer key and value heads (GQA, MQA).
-        qk_norm, rotary, scale, softcap: as in `HeadSpec`.
+        qk_norm, qk_norm_eps, rotary, scale, softcap: as in `HeadSpec`.
 
     Raises:
         ValueError: where sizes or options do not fit, naming them and the fix.
@@ -98,6 +98,7 @@ class MultiHeadDotProductAttention(nn.Module):
     head_dropout_rate: float = 0.0
     num_kv_heads: int | None = None
     qk_norm: Literal["rms", "layer"] | None = None
+    qk_norm_eps: float = 1e-6
     rotary: Rotary | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -204,6 +205,7 @@ class MultiHeadDotProductAttention(nn.Module):
             softcap=self.softcap,
             use_bias=self.use_bias,
             qk_norm="layer" if self.normalize_qk and self.qk_norm is None else self.qk_norm,
+            qk_norm_eps=self.qk_norm_eps,
             dropout=self.dropout_rate,
             head_dropout=self.head_dropout_rate,
             dropout_shared=("b", "h") if self.broadcast_dropout else (),
@@ -213,20 +215,23 @@ class MultiHeadDotProductAttention(nn.Module):
     def _params(self, attn: Attention) -> PyTree:
         """The tree that `attn` takes, each leaf drawn where Flax draws it."""
         dtype = self.param_dtype
-        shapes = _param_shapes(attn)
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        for path, shape in expected(attn).shapes.items():
+            group, leaf = path.split("/", 1)
+            shapes.setdefault(group, {})[leaf] = shape
         params = {}
         for name in PROJECTIONS:
             at_out = name == "out"
             kernel_init = self.out_kernel_init if at_out and self.out_kernel_init else self.kernel_init
             bias_init = self.out_bias_init if at_out and self.out_bias_init else self.bias_init
-            leaves = {leaf: shapes[name][leaf].shape for leaf in shapes[name]}
-            params[name] = _Linear(leaves, 2 if at_out else 1, kernel_init, bias_init, dtype, name=name)()
-        for name in {"query_ln", "key_ln"} & set(shapes):
-            params[name] = _Norm(shapes[name]["scale"].shape, dtype, name=name)()
+            inward = 2 if at_out else 1
+            params[name] = _Linear(shapes[name], inward, kernel_init, bias_init, dtype, name=name)()
+        for name in [name for name in ("query_ln", "key_ln") if name in shapes]:
+            params[name] = _Norm(shapes[name]["scale"], dtype, name=name)()
         if self.is_initializing():
             check_axis_names(self._axis_names())
         own = {}
-        if shapes["heads"]:
+        if "heads" in shapes:
             own = self.param("heads", lambda rng: attn.init(rng, dtype)["heads"])
         return {**params, "heads": own}
 
@@ -297,11 +302,6 @@ class _Norm(nn.Module):
     @nn.compact
     def __call__(self) -> dict[str, Array]:
         return {"scale": self.param("scale", nn.initializers.ones, self.shape, self.dtype)}
-
-
-@functools.lru_cache(maxsize=128)
-def _param_shapes(attn: Attention) -> PyTree:
-    return jax.eval_shape(attn.init, jax.random.key(0))
 
 
 def _read_inputs_kv(

@@ -10,18 +10,16 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jaxattn.attention import Attention, Aux
-from jaxattn.axes import check_axes, check_floating
 from jaxattn.cache import Cache
-from jaxattn.masks import Frame, Mask, as_mask
+from jaxattn.inputs import check_state
+from jaxattn.masks import Frame, Mask, as_mask, causal
 from jaxattn.module_args import (
     at_precision,
-    attend_whole,
     pair_positions,
     placed,
     read_bias,
     read_mask,
     read_source,
-    with_heads_placed,
 )
 from jaxattn.sides import KeySide
 
@@ -122,18 +120,21 @@ def run(
     k_len = q_len if inputs_k is None else inputs_k.shape[-2]
     both = pair_positions(asked.positions, asked.input_positions, inputs_k is not None, k_len)
     named = _named(face, asked, batch)
+    mask = as_mask(read_mask(asked.mask, batch))
     if cache is not None:
         _check_step(asked, source is not None)
         _check_cache(face, cache, inputs_q, jnp.promote_types(inputs_q.dtype, params["key"]["kernel"].dtype))
-        mask = _check_cached_mask(read_mask(asked.mask, batch), Frame(q_len, cache.size, batch=batch))
-        named |= dict(valid=asked.valid, positions=both[0])
+        _check_cached_mask(mask, Frame(q_len, cache.size, batch=batch))
         with at_precision(face.precision):
-            y, aux, cache = attn.decode(params, cache, inputs_q, mask, **named)
+            y, aux, cache = attn.decode(
+                params, cache, inputs_q, mask, valid=asked.valid, positions=both[0], **named
+            )
     else:
+        mask = mask & causal() if asked.is_causal else mask
+        place = None if asked.qkv_sharding is None else lambda x: placed(x, asked.qkv_sharding)
         with at_precision(face.precision):
-            attn = with_heads_placed(attn, asked.qkv_sharding)
-            y, aux = attend_whole(
-                attn, params, inputs_q, source, asked.mask, asked.is_causal, asked.valid, both, named
+            y, aux = attn.apply(
+                params, inputs_q, source, mask, valid=asked.valid, positions=both, place=place, **named
             )
     return _done(placed(y, asked.out_sharding), aux, asked, cache)
 
@@ -172,8 +173,7 @@ def _check_states(inputs_q: Array, inputs_k: Array | None, attn: Attention, face
         ("inputs_k", inputs_k, "k", attn.spec.in_k, face.width_k),
     ):
         if x is not None:
-            check_floating(what, x)
-            check_axes(what, x, f"... {axis} m", fix=f"states of this width, or {where}", m=width)
+            check_state(what, x, axis, width, where)
 
 
 def _check_step(asked: Asked, source: bool) -> None:
@@ -196,32 +196,29 @@ def _check_step(asked: Asked, source: bool) -> None:
         )
 
 
-def _check_cached_mask(mask: Mask | None, frame: Frame) -> Mask | None:
-    """The mask of a step; raises unless its axis k counts the rows of the cache."""
+def _check_cached_mask(mask: Mask, frame: Frame) -> None:
+    """Raise unless the axis k of a mask counts the rows of the cache."""
     try:
-        as_mask(mask).check(frame, None)
+        mask.check(frame, None)
     except ValueError as error:
         raise ValueError(
             f"mask: {error}. In decode the keys are the {frame.k_len} rows of the cache, and each row sees "
             "those up to its own position. Fix: drop the causal mask in decode: mask=None, or a mask with "
             f"k = {frame.k_len}."
         ) from error
-    return mask
 
 
 def _check_cache(face: Face, cache: Cache, x: Array, dtype: Any) -> None:
-    """Raise where the rows of a call do not fit the cache, naming what made the cache."""
+    """Raise where the rows of a call do not fit the cache, naming what makes the layer's cache."""
     batch, n, width = x.shape[:-2], x.shape[-2], x.shape[-1]
-    have = cache.side.key.dtype
-    full = not isinstance(cache.count, Tracer) and int(cache.count) + n > cache.size
-    problem, size = None, cache.size
+    kind, problem, size = ValueError, None, cache.size
     if cache.batch != batch:
         problem = f"batch axes are {cache.batch}, those of inputs_q {batch}"
-    elif have != dtype:
-        problem = f"its rows are {have}, this call computes in {dtype}"
-    elif full:
+    elif cache.side.key.dtype != dtype:
+        kind, problem = TypeError, f"its rows are {cache.side.key.dtype}, this call computes in {dtype}"
+    elif not isinstance(cache.count, Tracer) and int(cache.count) + n > size:
         problem = f"{int(cache.count)} of {size} rows are taken, {n} more do not fit"
         size = int(cache.count) + n
     if problem is not None:
         fix = face.new_cache.format(shape=(*batch, size, width), dtype=dtype)
-        raise (TypeError if have != dtype else ValueError)(f"cache: {problem}. Fix: {fix}.")
+        raise kind(f"cache: {problem}. Fix: {fix}.")

@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxattn.attention import Attention, Initializer, _fold
+from jaxattn.attention import Attention, Initializer, fold_path
 from jaxattn.cache import Cache
 from jaxattn.module_args import AXES, check_axis_names
 from jaxattn.sharding import leaf_axes
@@ -60,7 +60,7 @@ def draw(
         if own is not None and name in out:
             old = out[name]
             flat = (old.size // old.shape[-1], old.shape[-1]) if name == "kernel" else old.shape
-            out[name] = own(_fold(rng, f"out/{name}"), flat, dtype).reshape(old.shape)
+            out[name] = own(fold_path(rng, f"out/{name}"), flat, dtype).reshape(old.shape)
     return params, boxes
 
 
@@ -135,7 +135,7 @@ def _sharding_names(
         if leaf in params.get(group, {}):
             box = of_path(boxes, (group, leaf))
             about = {**(of_path(metadata, (group, leaf)) or {}), **({} if box is None else box.metadata)}
-            names = about.get("out_sharding")
+            names: Any = about.get("out_sharding")
             if isinstance(names, (tuple, list, PartitionSpec)):
                 found[path] = tuple(names)
     return found
@@ -158,12 +158,13 @@ def cache_arrays(cache: Cache) -> dict[str, Array]:
     return {_name(path): leaf for path, leaf in rows} | {INDEX: cache.count, REFUSED: cache.refused}
 
 
-def cache_of(shape: Cache, arrays: Mapping[str, Array | None]) -> Cache:
+def cache_of(shape: Cache, arrays: Mapping[str, Array | None], owner: tuple[str, str] | None = None) -> Cache:
     """The cache that `cache_arrays` took apart.
 
     Args:
         shape: what `cache_shape` says of it.
         arrays: by name; others than the cache's are not looked at.
+        owner: the attention that it belongs to, where that is known to the store.
 
     Raises:
         ValueError: when there is none, or some are missing.
@@ -177,7 +178,9 @@ def cache_of(shape: Cache, arrays: Mapping[str, Array | None]) -> Cache:
         )
     rows, tree = jax.tree_util.tree_flatten_with_path(shape.side)
     side = jax.tree.unflatten(tree, [arrays[_name(path)] for path, _ in rows])
-    return dataclasses.replace(shape, side=side, count=arrays[INDEX], refused=arrays[REFUSED])
+    return dataclasses.replace(
+        shape, side=side, count=arrays[INDEX], refused=arrays[REFUSED], owner=owner or shape.owner
+    )
 
 
 def _name(path: tuple[Any, ...]) -> str:

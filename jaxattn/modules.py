@@ -18,7 +18,7 @@ from jaxattn.cache import Cache
 from jaxattn.masks import Mask
 from jaxattn.module_args import at_precision, head_width, precision_name, read_source
 from jaxattn.module_call import SOWN, Asked, Done, Face
-from jaxattn.module_state import GROUPS, cache_arrays, cache_of, cache_shape, new_params, params_of
+from jaxattn.module_state import GROUPS, REFUSED, cache_arrays, cache_of, cache_shape, new_params, params_of
 from jaxattn.sides import KeySide
 from jaxattn.spec import HeadSpec, Rotary
 from jaxattn.transform import HeadTransform, identity
@@ -72,7 +72,7 @@ class MultiHeadAttention(nnx.Module):
             key_ln_scale_metadata: metadata of each `nnx.Param`; those of `out` default to the first two.
         variant: a HeadTransform, for example `variants.moh(shared=2, top_k=4)`.
         d_v: value head width; default that of query and key.
-        qk_norm, rotary, scale, softcap: as in `HeadSpec`.
+        qk_norm, qk_norm_eps, rotary, scale, softcap: as in `HeadSpec`.
         engine: which engine runs the call; none changes the function.
         name_axes: every `nnx.Param` also carries the names of its axes as metadata, `axes=("m", "hl", "d")`.
             Off by default: trees of `nnx.Param` map together only where their metadata are equal.
@@ -125,6 +125,7 @@ class MultiHeadAttention(nnx.Module):
         d_v: int | None = None,
         head_dropout_rate: float = 0.0,
         qk_norm: Literal["rms", "layer"] | None = None,
+        qk_norm_eps: float = 1e-6,
         rotary: Rotary | None = None,
         scale: float | None = None,
         softcap: float | None = None,
@@ -150,6 +151,7 @@ class MultiHeadAttention(nnx.Module):
             scale=cast(Any, scale),
             rotary=rotary,
             qk_norm="layer" if normalize_qk and qk_norm is None else qk_norm,
+            qk_norm_eps=qk_norm_eps,
             dropout=dropout_rate,
             head_dropout=head_dropout_rate,
             dropout_shared=("b", "h") if broadcast_dropout else (),
@@ -376,8 +378,9 @@ class MultiHeadAttention(nnx.Module):
     def _new_cache(self, batch: tuple[int, ...], size: int, dtype: DTypeLike | None) -> None:
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
-        for name, value in cache_arrays(self.attn.empty_cache(batch, size, dtype=dtype)).items():
-            setattr(self, name, nnx.Cache(value))
+        empty = self.attn.empty_cache(batch, size, dtype=dtype)
+        for name, value in cache_arrays(empty).items():
+            setattr(self, name, nnx.Cache(value, **({"owner": empty.owner} if name == REFUSED else {})))
 
     def _cache(self) -> Cache:
         """The cache that the module holds."""
@@ -389,7 +392,9 @@ class MultiHeadAttention(nnx.Module):
         *batch, size, _, _ = self.cached_key.shape
         shape = cache_shape(self.attn, tuple(batch), size, self.cached_key.dtype)
         variables = {name: getattr(self, name, None) for name in cache_arrays(shape)}
-        return cache_of(shape, {name: x if x is None else x.get_value() for name, x in variables.items()})
+        arrays = {name: x if x is None else x.get_value() for name, x in variables.items()}
+        refused = variables[REFUSED]
+        return cache_of(shape, arrays, None if refused is None else refused.get_metadata("owner", None))
 
     def _finish(self, done: Done, return_aux: bool) -> Any:
         if done.weights is not None:
