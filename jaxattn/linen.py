@@ -28,6 +28,11 @@ PROJECTIONS = ("query", "key", "value", "out")
 NEW_CACHE = "an empty cache for states of shape {shape} in {dtype}, as init makes it, then the prompt again"
 
 
+def lecun_normal(rng: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+    """Flax's default for kernels, as a function with a name, so that a layer can be pickled."""
+    return nn.initializers.lecun_normal()(rng, shape, dtype)
+
+
 class MultiHeadDotProductAttention(nn.Module):
     """Multi-head attention whose heads may see each other, as a Flax Linen module.
 
@@ -83,7 +88,7 @@ class MultiHeadDotProductAttention(nn.Module):
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     precision: Any = None
-    kernel_init: Initializer = nn.initializers.lecun_normal()
+    kernel_init: Initializer = lecun_normal
     out_kernel_init: Initializer | None = None
     bias_init: Initializer = nn.initializers.zeros_init()
     out_bias_init: Initializer | None = None

@@ -202,9 +202,9 @@ def _check_cached_mask(mask: Mask, frame: Frame) -> None:
         mask.check(frame, None)
     except ValueError as error:
         raise ValueError(
-            f"mask: {error}. In decode the keys are the {frame.k_len} rows of the cache, and each row sees "
-            "those up to its own position. Fix: drop the causal mask in decode: mask=None, or a mask with "
-            f"k = {frame.k_len}."
+            f"mask: it does not fit the {frame.k_len} rows of the cache, which are the keys in decode. Fix: "
+            "drop the causal mask in decode, where each row sees rows up to its own position anyway; any "
+            f"other mask there has k = {frame.k_len}. Got: {error}."
         ) from error
 
 

@@ -27,7 +27,7 @@ PyTree = Any
 Metadata = Mapping[str, Any]
 
 
-class AuxLoss(nnx.Intermediate):
+class AuxLoss(nnx.Variable):
     """A weighted auxiliary loss, sown by a layer under its name; `nnx.capture(model, AuxLoss)` collects it.
 
     Example:
@@ -380,7 +380,8 @@ class MultiHeadAttention(nnx.Module):
             dtype = self.param_dtype if self.dtype is None else self.dtype
         empty = self.attn.empty_cache(batch, size, dtype=dtype)
         for name, value in cache_arrays(empty).items():
-            setattr(self, name, nnx.Cache(value, **({"owner": empty.owner} if name == REFUSED else {})))
+            about: dict[str, Any] = {"owner": empty.owner} if name == REFUSED else {}
+            setattr(self, name, nnx.Cache(value, **about))
 
     def _cache(self) -> Cache:
         """The cache that the module holds."""
