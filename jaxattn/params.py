@@ -113,7 +113,7 @@ def _same(want: Expected, params: PyTree) -> bool:
     """The quick answer for a plain dict of arrays."""
     leaves, structure = jax.tree.flatten(params)
     return structure == want.structure and all(
-        getattr(leaf, "shape", None) == shape and jnp.issubdtype(getattr(leaf, "dtype", None), jnp.floating)
+        getattr(leaf, "shape", None) == shape and jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating)
         for leaf, shape in zip(leaves, want.shapes.values(), strict=True)
     )
 
@@ -191,15 +191,17 @@ def _likely(want: dict[str, tuple[int, ...]], got: dict[str, Any]) -> str:
     links = {path.split("/")[1] for path in got if path.startswith("heads/")}
     own = {path.split("/")[1] for path in want if path.startswith("heads/")}
     core = all(path in got for path in want if not path.startswith("heads/"))
-    shape_of = lambda path: tuple(getattr(got.get(path), "shape", ()))
+
+    def shape_of(path: str) -> tuple[int, ...]:
+        return tuple(getattr(got.get(path), "shape", ()))
+
     cause = None
     if got and all(path.startswith("params/") for path in got):
         cause = "these are Flax variables; their tree is variables['params']"
     elif words & OF_OTHERS and not core:
         cause = (
-            f"these are names of another library ({', '.join(sorted(words & OF_OTHERS))}); the groups here "
-            f"are "
-            "query, key, value [m, h, d] and out [h, v, m]"
+            f"these are names of another library ({', '.join(sorted(words & OF_OTHERS))}); here the groups "
+            "are query, key, value, with kernel [m, h, d], and out, with kernel [h, v, m]"
         )
     elif links - own:
         cause = f"the tree holds the leaves of another transform ({', '.join(sorted(links - own))})"
@@ -211,13 +213,11 @@ def _likely(want: dict[str, tuple[int, ...]], got: dict[str, Any]) -> str:
     elif any(len(shape_of(p)) == 2 < len(want[p]) for p in want if p in CORE_AXES and p in got):
         cause = (
             "a kernel is flat, [m, (h d)]; einops.rearrange(kernel, 'm (h d) -> m h d', h=...) names its "
-            "heads, "
-            "and out is '(h v) m -> h v m'"
+            "heads, and out is '(h v) m -> h v m'"
         )
     elif len(shape_of("query/kernel")) == 3 and shape_of("query/kernel") != want["query/kernel"]:
-        cause = "the tree has {1} heads of width {2} for states of width {0}".format(
-            *shape_of("query/kernel")
-        )
+        m, heads, width = shape_of("query/kernel")
+        cause = f"the tree has {heads} heads of width {width} for states of width {m}"
     elif len(shape_of("key/kernel")) == 3 and shape_of("key/kernel") != want["key/kernel"]:
         heads = shape_of("key/kernel")[1]
         cause = f"the tree has {heads} key heads, as HeadSpec(kv_heads={heads}) makes"
@@ -227,4 +227,7 @@ def _likely(want: dict[str, tuple[int, ...]], got: dict[str, Any]) -> str:
     elif any("_ln/" in path for path in set(got) ^ set(want)):
         missing = "out" if any("_ln/" in p for p in set(want) - set(got)) else ""
         cause = f"the tree was made with{missing} head norms (HeadSpec.qk_norm)"
+    elif set(want) <= set(got):
+        extra = sorted({path.split("/")[0] for path in set(got) - set(want)})
+        cause = f"leaves of your own; attention(..., allow={tuple(extra)!r}) takes trees that hold them"
     return "" if cause is None else f"Likely: {cause}.\n"

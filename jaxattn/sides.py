@@ -131,9 +131,8 @@ def hide_rows(side: "KeySide", seen: Array | None) -> "KeySide":
     zero = lambda x, core: None if x is None else calm_rows(x, seen, core)
     of_stage = lambda f: None if f is None else Factors(*map(zero, f, FACTOR_AXES))
     stages = (tuple(map(of_stage, side.pre)), tuple(map(of_stage, side.post)))
-    return KeySide(
-        zero(side.key, 3), zero(side.value, 3), zero(side.bias, 2), *stages, side.valid, side.position
-    )
+    key, value = calm_rows(side.key, seen, 3), calm_rows(side.value, seen, 3)
+    return KeySide(key, value, zero(side.bias, 2), *stages, side.valid, side.position)
 
 
 def hide_queries(side: "QuerySide", valid: Array | None) -> "QuerySide":

@@ -4,14 +4,24 @@ from collections.abc import Callable
 
 from jaxattn import HeadTransform
 
-from .collab import collab as collab
-from .dcmha import dcmha as dcmha
-from .mha import mha as mha
-from .moh import MoHSums as MoHSums
-from .moh import moh as moh
-from .mohsa import mohsa as mohsa
-from .mohsa import overlap_schedule as overlap_schedule
-from .talking_heads import talking_heads as talking_heads
+from .collab import collab
+from .dcmha import dcmha
+from .mha import mha
+from .moh import MoHSums, moh
+from .mohsa import mohsa, overlap_schedule
+from .talking_heads import talking_heads
+
+__all__ = [
+    "VARIANTS",
+    "MoHSums",
+    "collab",
+    "dcmha",
+    "mha",
+    "moh",
+    "mohsa",
+    "overlap_schedule",
+    "talking_heads",
+]
 
 VARIANTS: dict[str, Callable[..., HeadTransform]] = {
     "mha": mha,

@@ -137,7 +137,9 @@ class moh(ja.HeadTransform):
         return {name: width for name, width in widths.items() if width > 1}
 
     def init(self, rng, at: ja.Site, dtype):
-        keys = dict(zip(("routed", "shared", "stage"), jax.random.split(rng, 3), strict=True))
+        keys: dict[str, Array] = dict(
+            zip(("routed", "shared", "stage"), jax.random.split(rng, 3), strict=True)
+        )
         draw = jax.nn.initializers.truncated_normal(0.02)
         return {
             name: draw(keys[name], (at.sizes.spec.in_q, width), dtype)
