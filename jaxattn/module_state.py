@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -20,6 +21,40 @@ PyTree = Any
 Initializers = tuple[Initializer | None, Initializer | None, Initializer | None, Initializer | None]
 GROUPS = ("query", "key", "value", "out", "query_ln", "key_ln", "heads")
 INDEX, REFUSED = "cache_index", "cache_refused"
+
+
+class AuxLoss(nnx.Variable):
+    """A weighted auxiliary loss, sown by a layer under its name; `nnx.capture(model, AuxLoss)` collects it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxattn.modules import MultiHeadAttention
+        >>> layer = MultiHeadAttention(num_heads=2, in_features=6, rngs=nnx.Rngs(0))
+        >>> y, sown = nnx.capture(layer, AuxLoss)(jnp.ones((5, 6)))
+        >>> sum(jnp.sum(loss) for loss in jax.tree.leaves(sown))  # this layer has none
+        0
+    """
+
+
+def check_functions(attention_fn: Any, **promotions: Any) -> None:
+    """Raise for functions of Flax's layer that this form cannot honour.
+
+    Args:
+        attention_fn: None or Flax's own.
+        promotions: the same of qkv_promote_dtype, ...
+    """
+    if attention_fn is not None and attention_fn is not nnx.dot_product_attention:
+        raise ValueError(
+            f"attention_fn: got {attention_fn!r}, expected None or nnx.dot_product_attention: a layer runs "
+            "this library's form alone. Fix: rotary=ja.Rotary(...) for rotary positions, variant=... for "
+            "another mathematics of heads, engine=... for another way to run it."
+        )
+    for name, function in promotions.items():
+        if function is not None and function is not promote_dtype:
+            raise ValueError(
+                f"{name}_promote_dtype: got {function!r}, expected None or Flax's promote_dtype. Fix: "
+                "dtype=, the type to compute in, or cast the states and parameters."
+            )
 
 
 def draw(
@@ -181,6 +216,29 @@ def cache_of(shape: Cache, arrays: Mapping[str, Array | None], owner: tuple[str,
     return dataclasses.replace(
         shape, side=side, count=arrays[INDEX], refused=arrays[REFUSED], owner=owner or shape.owner
     )
+
+
+def new_cache(
+    attn: Attention, batch: tuple[int, ...], size: int, dtype: DTypeLike
+) -> dict[str, nnx.Cache[Any]]:
+    """An empty cache as variables of an NNX module; one of them says whose it is."""
+    empty = attn.empty_cache(batch, size, dtype=dtype)
+    variables = {}
+    for name, value in cache_arrays(empty).items():
+        about: dict[str, Any] = {"owner": empty.owner} if name == REFUSED else {}
+        variables[name] = nnx.Cache(value, **about)
+    return variables
+
+
+def held_cache(attn: Attention, attributes: Mapping[str, Any]) -> Cache:
+    """The cache that an NNX module holds among its attributes."""
+    key = attributes["cached_key"]
+    *batch, size, _, _ = key.shape
+    shape = cache_shape(attn, tuple(batch), size, key.dtype)
+    variables = {name: attributes.get(name) for name in cache_arrays(shape)}
+    arrays = {name: x if x is None else x.get_value() for name, x in variables.items()}
+    refused = variables[REFUSED]
+    return cache_of(shape, arrays, None if refused is None else refused.get_metadata("owner", None))
 
 
 def _name(path: tuple[Any, ...]) -> str:

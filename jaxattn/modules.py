@@ -8,7 +8,6 @@ from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -18,25 +17,22 @@ from jaxattn.cache import Cache
 from jaxattn.masks import Mask
 from jaxattn.module_args import at_precision, head_width, precision_name, read_source
 from jaxattn.module_call import SOWN, Asked, Done, Face
-from jaxattn.module_state import GROUPS, REFUSED, cache_arrays, cache_of, cache_shape, new_params, params_of
+from jaxattn.module_state import (
+    GROUPS,
+    cache_arrays,
+    check_functions,
+    held_cache,
+    new_cache,
+    new_params,
+    params_of,
+)
+from jaxattn.module_state import AuxLoss as AuxLoss
 from jaxattn.sides import KeySide
 from jaxattn.spec import HeadSpec, Rotary
 from jaxattn.transform import HeadTransform, identity
 
 PyTree = Any
 Metadata = Mapping[str, Any]
-
-
-class AuxLoss(nnx.Variable):
-    """A weighted auxiliary loss, sown by a layer under its name; `nnx.capture(model, AuxLoss)` collects it.
-
-    Example:
-        >>> import jax
-        >>> layer = MultiHeadAttention(num_heads=2, in_features=6, rngs=nnx.Rngs(0))
-        >>> y, sown = nnx.capture(layer, AuxLoss)(jnp.ones((5, 6)))
-        >>> sum(jnp.sum(loss) for loss in jax.tree.leaves(sown))
-        0
-    """
 
 
 class MultiHeadAttention(nnx.Module):
@@ -132,8 +128,7 @@ class MultiHeadAttention(nnx.Module):
         engine: str = "auto",
         name_axes: bool = False,
     ):
-        _check_attention_fn(attention_fn)
-        _check_promotion(qkv=qkv_promote_dtype, out=out_promote_dtype, ln=ln_promote_dtype)
+        check_functions(attention_fn, qkv=qkv_promote_dtype, out=out_promote_dtype, ln=ln_promote_dtype)
         precision_name(precision)
         features = in_features if qkv_features is None else qkv_features
         width = head_width("MultiHeadAttention", features, num_heads, qkv_features is not None)
@@ -378,24 +373,16 @@ class MultiHeadAttention(nnx.Module):
     def _new_cache(self, batch: tuple[int, ...], size: int, dtype: DTypeLike | None) -> None:
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
-        empty = self.attn.empty_cache(batch, size, dtype=dtype)
-        for name, value in cache_arrays(empty).items():
-            about: dict[str, Any] = {"owner": empty.owner} if name == REFUSED else {}
-            setattr(self, name, nnx.Cache(value, **about))
+        for name, variable in new_cache(self.attn, batch, size, dtype).items():
+            setattr(self, name, variable)
 
     def _cache(self) -> Cache:
-        """The cache that the module holds."""
         if self.cached_key is None or self.cache_index is None:
             raise ValueError(
                 "decode: the module has no cache. Fix: layer.init_cache(input_shape), or nnx.view(model, "
                 "decode=True, batch_size=..., max_length=...)."
             )
-        *batch, size, _, _ = self.cached_key.shape
-        shape = cache_shape(self.attn, tuple(batch), size, self.cached_key.dtype)
-        variables = {name: getattr(self, name, None) for name in cache_arrays(shape)}
-        arrays = {name: x if x is None else x.get_value() for name, x in variables.items()}
-        refused = variables[REFUSED]
-        return cache_of(shape, arrays, None if refused is None else refused.get_metadata("owner", None))
+        return held_cache(self.attn, vars(self))
 
     def _finish(self, done: Done, return_aux: bool) -> Any:
         if done.weights is not None:
@@ -427,21 +414,3 @@ class MultiHeadAttention(nnx.Module):
         if rngs is None:
             raise ValueError("rngs: training with dropout needs a PRNG key. Fix: rngs=nnx.Rngs(...).")
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
-
-
-def _check_attention_fn(function: Any) -> None:
-    if function is not None and function is not nnx.dot_product_attention:
-        raise ValueError(
-            f"attention_fn: got {function!r}, expected None or nnx.dot_product_attention: a layer runs this "
-            "library's form alone. Fix: rotary=ja.Rotary(...) for rotary positions, variant=... for another "
-            "mathematics of heads, engine=... for another way to run it."
-        )
-
-
-def _check_promotion(**functions: Any) -> None:
-    for name, function in functions.items():
-        if function is not None and function is not promote_dtype:
-            raise ValueError(
-                f"{name}_promote_dtype: got {function!r}, expected None or Flax's promote_dtype. Fix: "
-                "dtype=, the type to compute in, or cast the states and parameters."
-            )
