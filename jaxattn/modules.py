@@ -223,13 +223,15 @@ class MultiHeadAttention(nnx.Module):
             deterministic, rngs, decode: override what the module holds.
             sow_weights: sow the weights that meet the values, before dropout, [..., h, q, k], as
                 `attention_weights` of `nnx.Intermediate`.
-            is_causal: hide keys at later positions than the query's, beside `mask`; decode always does.
+            is_causal: hide keys at later positions than the query's, beside `mask`; refused in decode,
+                which is always causal.
             out_sharding: of the output; qkv_sharding: of projected queries, keys and values [..., t, h, d].
             input_positions: [..., t], positions of queries and keys, as Flax names them.
             bias: [..., h, q, k] added to the logits.
             valid: [..., k] bool, source rows that are real; the others are zeroed, and hidden.
             positions, capture: as in `Attention.apply`.
-            return_aux: also return `Aux`, with auxiliary losses and captured arrays.
+            return_aux: also return `Aux`, with auxiliary losses and captured arrays. Without it, weighted
+                losses are sown for `nnx.capture(model, AuxLoss)`.
 
         Raises:
             ValueError: when dropout is on and there is no key to draw it with; in decode without a cache,
