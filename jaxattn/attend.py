@@ -11,7 +11,7 @@ from jaxattn.axes import check_axes, check_batch, check_boolean, check_floating,
 from jaxattn.engines import dropout, select
 from jaxattn.engines.call import CAPTURES, Call, logit_heads
 from jaxattn.masks import Frame, Mask, as_mask, padding
-from jaxattn.sides import Coupling, Factors, KeySide, Mix, QuerySide
+from jaxattn.sides import Coupling, Factors, KeySide, Mix, QuerySide, hide_queries, hide_rows
 from jaxattn.spec import check_rate
 
 HEAD_DROPOUT_STREAM = 1  # folded into the caller's key, so that the two dropouts draw apart
@@ -35,7 +35,9 @@ def attend(
     Args:
         query_side, key_side, coupling: the form (see `jaxattn.sides`).
         mask: who may see whom, True = visible; None is everything. Rows that `key_side.valid` denies
-            are hidden too.
+            are hidden too. A key row that `valid` or one array of the mask hides from every query has no
+            influence, and a query row that `query_side.valid` denies none on others, whatever they hold,
+            NaN included.
         bias: [..., hs, q, k], added to the logits after the pre mixes; h, q or k may be 1.
         engine: "auto" or a name of `ja.ENGINES`; none changes the function.
         dropout_key: draws the dropout that the coupling states; None is evaluation.
@@ -59,13 +61,21 @@ def attend(
         (3, 2, 7)
     """
     call = checked_call(query_side, key_side, coupling, mask, bias, dropout_key, capture, remask)
+    call = call._replace(query=hide_queries(call.query, call.query.valid))
+    return execute(call, engine, finish)
+
+
+def execute(
+    call: Call, engine: str, finish: Callable[[Array], Array] | None = None
+) -> tuple[Array, dict[str, Array]]:
+    """Heads of a checked call by an engine, finished, gated and dropped; and the captured arrays."""
     heads, captured = select(engine, call).run(call)
-    if "heads" in capture:
+    if "heads" in call.capture:
         captured["heads"] = heads
     if finish is not None:
         heads = finish(heads)
-    if query_side.gate is not None:
-        heads = heads * _of_held(call, query_side.gate).astype(heads.dtype)
+    if call.query.gate is not None:
+        heads = heads * _of_held(call, call.query.gate).astype(heads.dtype)
     return _drop_heads(call, heads), captured
 
 
@@ -78,8 +88,37 @@ def checked_call(
     dropout_key: Array | None = None,
     capture: tuple[str, ...] = (),
     remask: bool = False,
+    *,
+    zeroed: bool = False,
 ) -> Call:
-    """The call that engines receive; raises where its parts do not fit each other."""
+    """The call that engines receive, of sides that were made before; raises where its parts do not fit each
+    other.
+
+    Key rows that no query sees are set to zero here, once for every engine, before any product.
+
+    Args:
+        zeroed: rows that `key_side.valid` denies hold finite values already, as those of a cache do.
+    """
+    call = form_call(query_side, key_side, coupling, as_mask(mask), bias, dropout_key, capture, remask=remask)
+    call.mask.check(call.frame, call.softmax_heads)
+    valid = call.key.valid
+    both = call.mask if valid is None else call.mask & padding(valid)
+    seen = (call.mask if zeroed else both).seen_rows(call.frame.k_len)
+    return call._replace(key=hide_rows(call.key, seen), mask=both)
+
+
+def form_call(
+    query_side: QuerySide,
+    key_side: KeySide,
+    coupling: Coupling,
+    mask: Mask,
+    bias: Array | None,
+    dropout_key: Array | None,
+    capture: tuple[str, ...],
+    *,
+    remask: bool,
+) -> Call:
+    """The call of a form whose mask is checked and holds all that hides pairs."""
     query_side, key_side = _fill_stages(query_side, key_side, coupling)
     if isinstance(capture, str):
         raise TypeError(f"capture: got {capture!r}, expected a tuple of names. Fix: capture=({capture!r},).")
@@ -93,7 +132,6 @@ def checked_call(
         k_position=key_side.position,
         batch=batch,
     )
-    mask = as_mask(mask)
     call = Call(
         query_side._replace(notes={}),
         key_side,
@@ -104,10 +142,7 @@ def checked_call(
         _typed(dropout_key),
         tuple(capture),
     )
-    mask.check(frame, call.softmax_heads)
     _check_call(call, remask)
-    if key_side.valid is not None:
-        call = call._replace(mask=mask & padding(key_side.valid))
     return call
 
 

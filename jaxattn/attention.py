@@ -1,7 +1,9 @@
 """attention(spec, *transforms): the pure functions of one attention sublayer."""
 
+import dataclasses
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +13,15 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jaxattn import project
-from jaxattn.attend import attend
-from jaxattn.axes import check_axes, check_batch, check_boolean, check_floating
-from jaxattn.cache import append, decode, empty_cache
+from jaxattn.attend import checked_call, execute, form_call
+from jaxattn.cache import Cache, empty_cache
 from jaxattn.engines import routes
+from jaxattn.engines.call import Call
 from jaxattn.explain import explain
+from jaxattn.inputs import read_pair, read_rows, read_states
 from jaxattn.manifest_call import manifest
-from jaxattn.masks import Frame, Mask, as_mask
+from jaxattn.masks import Mask, as_mask, causal, window
+from jaxattn.params import check_params, declared_axes, expected
 from jaxattn.sides import Coupling, KeySide, Mix, QuerySide
 from jaxattn.spec import HeadSpec, Sizes
 from jaxattn.transform import Declaration, HeadTransform, Loss, Site, flatten, resolve
@@ -30,8 +34,9 @@ class Aux(NamedTuple):
     """What a call returns beside its output.
 
     Attributes:
-        losses: auxiliary losses by name.
-        sums: sums and counts by transform; add them across batches, then ask `Attention.losses`.
+        losses: auxiliary losses by name; where two links of a chain have a loss of one name, the later
+            one's is preceded by the link's ("moh_1_balance").
+        sums: sums and counts by link; add them across batches, then ask `Attention.losses`.
         captured: the intermediates that were asked for.
     """
 
@@ -44,24 +49,40 @@ class Aux(NamedTuple):
         return sum((loss.weight * loss.value for loss in self.losses.values()), jnp.zeros(()))
 
 
-class Attention(NamedTuple):
+@dataclasses.dataclass(frozen=True, repr=False)
+class Attention:
     """One attention sublayer: static sizes and transforms, with pure functions over parameters.
+
+    A value: two made alike are equal and hash alike, so that one compiled program serves both; it can be
+    pickled, and `repr` evaluates back.
 
     Parameters are a plain tree: `query`, `key`, `value`, `out`, each with a `kernel` (W_Q [m, h, d] ...
     W_O [h, v, m]) and, where used, a `bias`; `query_ln` and `key_ln` with head norms; and `heads`,
-    the transforms' own leaves by transform name.
+    the transforms' own leaves by link name. Every method that takes them raises where they are not the tree
+    of this attention (`check_params`).
 
     Attributes:
         spec: the sizes that were asked for.
-        sizes: the sizes that the transforms made of them.
         links: the transforms in order.
-        sites: where each stands.
+        allow: groups or leaves, by path, that parameter trees may hold beside those of this attention.
+        sizes: the sizes that the transforms made of `spec`.
+        sites: the name of each link, and the mix stages that it claimed.
     """
 
     spec: HeadSpec
-    sizes: Sizes
     links: tuple[HeadTransform, ...]
+    allow: tuple[str, ...]
+    sizes: Sizes
     sites: tuple[Site, ...]
+
+    def __repr__(self) -> str:
+        allow = [f"allow={self.allow!r}"] if self.allow else []
+        return f"attention({', '.join([repr(self.spec), *map(repr, self.links), *allow])})"
+
+    @property
+    def variant(self) -> str:
+        """The transforms that change something, with their options; "identity" where there are none."""
+        return " + ".join(repr(link) for link in self.links if link.changes) or "identity"
 
     def init(
         self,
@@ -87,11 +108,11 @@ class Attention(NamedTuple):
         bias_init = bias_init or jax.nn.initializers.zeros
 
         def linear(name: str, inward: tuple[int, ...], outward: tuple[int, ...], bias: bool):
-            flat = (_prod(inward), _prod(outward))
-            kernel = kernel_init(_fold(rng, f"{name}/kernel"), flat, dtype)
+            flat = (math.prod(inward), math.prod(outward))
+            kernel = kernel_init(fold_path(rng, f"{name}/kernel"), flat, dtype)
             leaves = {"kernel": kernel.reshape(*inward, *outward)}
             if bias:
-                flat_bias = bias_init(_fold(rng, f"{name}/bias"), flat[1:], dtype)
+                flat_bias = bias_init(fold_path(rng, f"{name}/bias"), flat[1:], dtype)
                 leaves["bias"] = flat_bias.reshape(outward)
             return leaves
 
@@ -106,10 +127,12 @@ class Attention(NamedTuple):
             for name in ("query_ln", "key_ln"):
                 params[name] = {"scale": jnp.ones((z.qk_width,), dtype)}
         own = {
-            link.name: link.init(_fold(rng, f"heads/{link.name}"), site, dtype)
-            for link, site in zip(self.links, self.sites, strict=True)
+            site.name: link.init(fold_path(rng, f"heads/{site.name}"), site, dtype)
+            for link, site in self._linked()
         }
         return {**params, "heads": {name: leaves for name, leaves in own.items() if leaves}}
+
+    check_params = check_params
 
     def query_side(
         self,
@@ -130,24 +153,13 @@ class Attention(NamedTuple):
                 them.
 
         Raises:
-            ValueError: for `routed`, where no router decides from the states alone.
+            ValueError: for `routed`, where no router decides from the states alone; where params are not
+                those of this attention.
         """
-        z = self.sizes
-        x_q = _check_state("x_q", x_q, "q", self.spec.in_q, "HeadSpec(in_q=...)")
-        _check_rows("q", x_q, valid=valid, positions=positions)
-        x_q = _zero_invalid(x_q, valid)
-        head, notes = self._route(params, x_q) if routed else (None, {})
-        if head is None:
-            heads = project.project(params["query"], x_q)
-        else:
-            heads = project.project_active(params["query"], x_q, head)
-        heads = project.normalize(heads, z.qk_norm, _scale(params, "query_ln"))
-        heads = project.rotate(heads, z.rotary_q, positions, self.spec.d_qk)
-        nothing = (None,) * len(z.pre), (None,) * len(z.post)
-        side = QuerySide(heads, *nothing, valid=valid, position=positions, head=head, notes=notes)
-        for link, own, site in self._own(params):
-            side = link.query_side(own, x_q, side, site)
-        return side
+        self.check_params(params)
+        return self._queries(
+            params, read_rows(self.spec, "q", x_q, valid, positions), valid, positions, routed
+        )
 
     def key_side(
         self,
@@ -164,46 +176,20 @@ class Attention(NamedTuple):
             valid: [..., k] bool; rows that are not are zeroed before they are projected, and hidden.
             positions: [..., k]; None is 0, 1, 2, ...
         """
-        z = self.sizes
-        x_k, x_v = x_kv if isinstance(x_kv, tuple) else (x_kv, x_kv)
-        x_k = _check_state("x_k", x_k, "k", self.spec.in_k, "HeadSpec(in_k=...)")
-        x_v = _check_state("x_v", x_v, "k", self.spec.in_v, "HeadSpec(in_v=...)")
-        check_axes("x_v", x_v, "... k m", fix="x_k and x_v are the same rows", k=x_k.shape[-2])
-        check_batch(x_k=(x_k, 2), x_v=(x_v, 2))
-        _check_rows("k", x_k, valid=valid, positions=positions)
-        x_k, x_v = _zero_invalid(x_k, valid), _zero_invalid(x_v, valid)
-        key = project.project(params["key"], x_k)
-        key = project.normalize(key, z.qk_norm, _scale(params, "key_ln"))
-        key = project.rotate(key, z.rotary_k, positions, self.spec.d_qk)
-        value = project.project(params["value"], x_v)
-        nothing = (None,) * len(z.pre), (None,) * len(z.post)
-        side = KeySide(key, value, None, *nothing, valid=valid, position=positions)
-        for link, own, site in self._own(params):
-            side = link.key_side(own, x_k, side, site)
-        return side
+        self.check_params(params)
+        x_k, x_v = read_pair(self.spec, x_kv, valid, positions)
+        return self._keys(params, x_k, x_v, valid, positions)
 
     def expand(self, key_side: KeySide) -> KeySide:
-        """What `attend` reads of a stored key side."""
-        for link, site in zip(self.links, self.sites, strict=True):
+        """What is read of a stored key side: with what need not be stored (neighbouring channels)."""
+        for link, site in self._linked():
             key_side = link.expand(key_side, site)
         return key_side
 
     def coupling(self, params: PyTree) -> Coupling:
         """What is the same for every pair."""
-        s, z = self.spec, self.sizes
-        assert s.scale is not None
-        coupling = Coupling(
-            scale=s.scale,
-            pre=(Mix(),) * len(z.pre),
-            post=(Mix(),) * len(z.post),
-            softcap=s.softcap,
-            dropout=s.dropout,
-            head_dropout=s.head_dropout,
-            dropout_shared=s.dropout_shared,
-        )
-        for link, own, site in self._own(params):
-            coupling = link.coupling(own, coupling, site)
-        return coupling
+        self.check_params(params)
+        return self._coupling(params)
 
     def apply(
         self,
@@ -216,8 +202,10 @@ class Attention(NamedTuple):
         engine: str = "auto",
         dropout_key: Array | None = None,
         positions: Array | tuple[Array | None, Array | None] | None = None,
+        valid: Array | None = None,
         capture: tuple[str, ...] = (),
         remask: bool = False,
+        place: Callable[[Array], Array] | None = None,
     ) -> tuple[Array, Aux]:
         """Attention from states to output: y[q] = sum_h heads[q,h] @ W_O[h] + b_O.
 
@@ -226,10 +214,14 @@ class Attention(NamedTuple):
             x_q: [..., q, m], any number of batch axes.
             x_kv: the source [..., k, m_k], or a pair (x_k, x_v) of the same rows; None is
                 self-attention. Source rows that `padding` in the mask denies are zeroed before
-                they are projected, in self-attention as queries too.
+                they are projected, in self-attention as queries too. So are, as keys alone, rows that an
+                array of the mask hides from every query.
             mask: a `ja.masks` value, True = visible; None is everything.
             bias, engine, dropout_key, capture, remask: see `attend`.
             positions: [..., t], or a pair for queries and keys; None counts from 0 on both sides.
+            valid: [..., k] bool, source rows that are real; the same as `padding(valid)` in the mask.
+            place: applied to the projected heads [..., t, h, d] of query, key and value, to constrain their
+                sharding; where only active heads are projected, to key and value alone.
 
         Returns:
             y [..., q, m] in the promoted type of states and parameters, and `Aux`.
@@ -244,24 +236,16 @@ class Attention(NamedTuple):
             >>> y.shape, aux.losses
             ((5, 6), {})
         """
-        mask = as_mask(mask)
-        source = x_q if x_kv is None else x_kv
-        rows = source[0] if isinstance(source, tuple) else source
-        q_rows = _check_state("x_q", x_q, "q", self.spec.in_q, "HeadSpec(in_q=...)")
-        rows = _check_state("x_k", rows, "k", self.spec.in_k, "HeadSpec(in_k=...)")
-        frame = Frame(q_rows.shape[-2], rows.shape[-2], batch=rows.shape[:-2])
-        mask.check(frame, None)  # before padding zeroes rows
-        valid = mask.source_valid(rows.shape[-2])
-        if isinstance(positions, tuple):
-            q_positions, k_positions = positions
-        else:
-            q_positions, k_positions = positions, positions if x_kv is None else None
-        q_valid = valid if x_kv is None else None
-        query_side = self.query_side(params, x_q, q_valid, q_positions, routes(engine))
-        key_side = self.key_side(params, source, valid, k_positions)
-        return self._attend(
-            params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask
-        )
+        self.check_params(params)
+        x = read_states(self.spec, x_q, x_kv, mask, positions, valid, self.sizes.softmax_heads)
+        query = self._queries(params, x.x_q, x.q_valid, x.q_positions, routes(engine))
+        key = self._keys(params, x.x_k, x.x_v, x.k_valid, x.k_positions)
+        if place is not None:
+            key = key._replace(key=place(key.key), value=place(key.value))
+            query = query if query.head is not None else query._replace(query=place(query.query))
+        coupling = self._coupling(params)
+        call = form_call(query, self.expand(key), coupling, x.mask, bias, dropout_key, capture, remask=remask)
+        return self._run(params, x.x_q, query, call, engine)
 
     def attend(
         self,
@@ -278,11 +262,12 @@ class Attention(NamedTuple):
         capture: tuple[str, ...] = (),
         remask: bool = False,
     ) -> tuple[Array, Aux]:
-        """Attention against a key side that stands already: a cache, a projected source.
+        """Attention against a key side that was projected before: a cache, a source that is read again.
 
         Args:
             params, x_q, mask, bias, engine, dropout_key, capture, remask: as in `apply`.
-            key_side: what `key_side` made; its invalid rows are hidden.
+            key_side: what `key_side` made; its invalid rows are hidden, and have no influence even where
+                they hold NaN.
             positions: [..., q] of the queries; None counts from 0.
             valid: [..., q] bool; rows that are not are zeroed and count in no statistic.
 
@@ -293,24 +278,207 @@ class Attention(NamedTuple):
             >>> attn.attend(params, jnp.ones((5, 6)), side)[0].shape
             (5, 6)
         """
-        query_side = self.query_side(params, x_q, valid, positions, routes(engine))
-        return self._attend(
-            params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask
-        )
+        self.check_params(params)
+        x_q = read_rows(self.spec, "q", x_q, valid, positions)
+        query = self._queries(params, x_q, valid, positions, routes(engine))
+        side, coupling = self.expand(key_side), self._coupling(params)
+        call = checked_call(query, side, coupling, mask, bias, dropout_key, capture, remask)
+        return self._run(params, x_q, query, call, engine)
+
+    def append(
+        self,
+        params: PyTree,
+        cache: Cache,
+        x_kv: Array | tuple[Array, Array],
+        valid: Array | None = None,
+        positions: Array | None = None,
+    ) -> Cache:
+        """The cache with more source rows.
+
+        Args:
+            params: the tree that `init` made.
+            cache: what `empty_cache` or `append` returned.
+            x_kv: [..., k, m], or a pair (x_k, x_v) of the same rows.
+            valid: [..., k] bool, False for padding rows, left or right; they take a place and are never seen.
+            positions: [..., k]; None continues to count. With padding on the left, say where real rows are.
+
+        Raises:
+            ValueError, TypeError: for another attention, batch or dtype than the cache's, and, outside of
+                jit, for more rows than fit: nothing is written. Under jit see `Cache.refused`.
+        """
+        cache.check_owner(self)
+        self.check_params(params)
+        x_k, x_v = read_pair(self.spec, x_kv, valid, positions)
+        return self._append(params, cache, x_k, x_v, valid, positions)
+
+    def decode(
+        self,
+        params: PyTree,
+        cache: Cache,
+        x: Array,
+        mask: Mask | None = None,
+        *,
+        valid: Array | None = None,
+        positions: Array | None = None,
+        bias: Array | None = None,
+        engine: str = "auto",
+        dropout_key: Array | None = None,
+        capture: tuple[str, ...] = (),
+    ) -> tuple[Array, Aux, Cache]:
+        """Append rows and let them attend to all rows so far: a prompt, a chunk, or one step.
+
+        Any split of a sequence gives what one causal pass over it gives.
+
+        Args:
+            params, cache, valid, positions: as in `append`.
+            x: [..., t, m], rows that are queries and keys.
+            mask: what more to hide, by position (`ja.window`), or by the cache's rows (axes k of its size).
+                Causality always holds.
+            bias, engine, dropout_key, capture: as in `apply`; k counts the cache's rows.
+
+        Returns:
+            y [..., t, m], `Aux`, and the cache with these rows. y is NaN where `Cache.refused`.
+
+        Raises:
+            ValueError, TypeError: as `append` and `attend` do.
+        """
+        cache.check_owner(self)
+        self.check_params(params)
+        x = read_rows(self.spec, "q", x, valid, positions)
+        positions = cache.next_positions(x.shape[-2]) if positions is None else positions
+        query = self._queries(params, x, valid, positions, routes(engine))
+        after = self._append(params, cache, x, x, valid, positions)
+        seen = as_mask(mask) & causal()
+        if cache.window is not None:
+            seen = seen & window(cache.window)
+        side, coupling = self.expand(after.side), self._coupling(params)
+        call = checked_call(query, side, coupling, seen, bias, dropout_key, capture, zeroed=True)
+        y, aux = self._run(params, x, query, call, engine)
+        return after.nan_where_refused(y), aux, after
+
+    def losses(self, sums: dict[str, PyTree]) -> dict[str, Loss]:
+        """Auxiliary losses from the sums of one or several calls; names as in `Aux.losses`."""
+        losses: dict[str, Loss] = {}
+        for link, site in self._linked():
+            if site.name in sums:
+                for name, loss in link.losses(sums[site.name], site).items():
+                    losses[f"{site.name}_{name}" if name in losses else name] = loss
+        return losses
+
+    explain = explain
+    manifest = manifest
+    empty_cache = empty_cache
+
+    def declare(self) -> dict[str, Declaration]:
+        """What each transform states about its parameters and heads, by link name."""
+        return {site.name: link.declare(site) for link, site in self._linked()}
+
+    def axes(self) -> PyTree:
+        """The axis names of every parameter leaf, in a tree like that of `init`.
+
+        A head axis carries its kind: hl, hs, hv, hK, hV; `h` where all kinds are the same heads, and
+        `h[2:]` for heads from 2 on.
+
+        Raises:
+            ValueError: where a transform declares no axes for a leaf of its own.
+
+        Example:
+            >>> attention(HeadSpec(model=6, heads=2)).axes()["out"]
+            {'kernel': 'hv v m'}
+        """
+        declared, found = declared_axes(self), expected(self)
+        missing = [path for path in found.shapes if path not in declared]
+        if missing:
+            raise ValueError(
+                f"{self!r}: no axis names are declared for {', '.join(missing)}. Fix: in the transform, "
+                'def declare(self, at): return ja.Declaration(axes={...}), a string such as "hl hs" for '
+                "each leaf."
+            )
+        return jax.tree.unflatten(found.structure, [declared[path] for path in found.paths])
 
     def why_not_routed(self) -> str | None:
         """Why heads that are not active cannot be left out, or None where they can."""
         if self.sizes.pre or self.sizes.post:
             return "heads are mixed, so every head counts"
-        if sum(link.route is not None for link in self.links) != 1:
+        if sum(link.overrides("route") for link in self.links) != 1:
             return "not exactly one transform routes by the states alone"
-        plain = HeadTransform()
-        for link in self.links:
-            if link.finish is not plain.finish or (
-                link.query_side is not plain.query_side and link.route is None
-            ):
-                return f"{link.name} works on the queries or heads of all heads"
+        for link, site in self._linked():
+            reads = link.overrides("query_side") and not link.overrides("route")
+            if reads or link.overrides("finish"):
+                return f"{site.name} works on the queries or heads of all heads"
         return None
+
+    def _linked(self) -> Iterator[tuple[HeadTransform, Site]]:
+        return zip(self.links, self.sites, strict=True)
+
+    def _own(self, params: PyTree) -> Iterator[tuple[HeadTransform, PyTree, Site]]:
+        """Each transform with its own parameters and its site."""
+        for link, site in self._linked():
+            yield link, params["heads"].get(site.name, {}), site
+
+    # From here on states and parameters were checked, and hidden rows of the states are zero.
+
+    def _queries(self, params, x_q, valid, positions, routed: bool) -> QuerySide:
+        z = self.sizes
+        head, notes = self._route(params, x_q) if routed else (None, {})
+        if head is None:
+            heads = project.project(params["query"], x_q)
+        else:
+            heads = project.project_active(params["query"], x_q, head)
+        heads = project.normalize(heads, z.qk_norm, _scale(params, "query_ln"), self.spec.qk_norm_eps)
+        heads = project.rotate(heads, z.rotary_q, positions, self.spec.d_qk)
+        nothing = (None,) * len(z.pre), (None,) * len(z.post)
+        side = QuerySide(heads, *nothing, valid=valid, position=positions, head=head, notes=notes)
+        for link, own, site in self._own(params):
+            side = _only_claimed(site, side, link.query_side(own, x_q, side, site))
+        return side
+
+    def _keys(self, params, x_k, x_v, valid, positions) -> KeySide:
+        z = self.sizes
+        key = project.project(params["key"], x_k)
+        key = project.normalize(key, z.qk_norm, _scale(params, "key_ln"), self.spec.qk_norm_eps)
+        key = project.rotate(key, z.rotary_k, positions, self.spec.d_qk)
+        value = project.project(params["value"], x_v)
+        nothing = (None,) * len(z.pre), (None,) * len(z.post)
+        side = KeySide(key, value, None, *nothing, valid=valid, position=positions)
+        for link, own, site in self._own(params):
+            side = _only_claimed(site, side, link.key_side(own, x_k, side, site))
+        return side
+
+    def _coupling(self, params) -> Coupling:
+        s, z = self.spec, self.sizes
+        coupling = Coupling(
+            scale=s.scale,
+            pre=(Mix(),) * len(z.pre),
+            post=(Mix(),) * len(z.post),
+            softcap=s.softcap,
+            dropout=s.dropout,
+            head_dropout=s.head_dropout,
+            dropout_shared=s.dropout_shared,
+        )
+        for link, own, site in self._own(params):
+            coupling = _only_claimed(site, coupling, link.coupling(own, coupling, site))
+        return coupling
+
+    def _append(self, params, cache: Cache, x_k, x_v, valid, positions) -> Cache:
+        valid, positions = cache.of_rows(x_k, valid, positions)
+        return cache.extend(self._keys(params, x_k, x_v, valid, positions))
+
+    def _run(self, params, x_q, query_side: QuerySide, call: Call, engine: str) -> tuple[Array, Aux]:
+        def finish(heads):
+            for link, own, site in self._own(params):
+                heads = link.finish(own, heads, query_side, site)
+            return heads
+
+        heads, captured = execute(call, engine, finish)
+        if query_side.head is None:
+            y = project.unproject(params["out"], heads)
+        else:
+            y = project.unproject_active(params["out"], heads, query_side.head)
+        _refuse_overflow(x_q, y)
+        sums = {site.name: link.aux(own, x_q, query_side, site) for link, own, site in self._own(params)}
+        sums = {name: value for name, value in sums.items() if value is not None}
+        return y, Aux(self.losses(sums), sums, captured)
 
     def _route(self, params: PyTree, x_q: Array) -> tuple[Array, dict[str, PyTree]]:
         """The active heads, and what the router notes for its own hooks."""
@@ -320,105 +488,15 @@ class Attention(NamedTuple):
                 f"engine 'routed' cannot run this attention: {why}. Fix: a router such as that of MoH, "
                 "without mixes, or another engine."
             )
-        found = [(link.name, link.route(own, x_q, at)) for link, own, at in self._own(params) if link.route]
-        ((name, (head, note)),) = found
-        return head, {} if note is None else {name: note}
-
-    def _attend(
-        self, params, x_q, query_side, key_side, mask, bias, engine, dropout_key, capture, remask
-    ) -> tuple[Array, Aux]:
-        x_q = _zero_invalid(x_q, query_side.valid)
-
-        def finish(heads):
-            for link, own, site in self._own(params):
-                heads = link.finish(own, heads, query_side, site)
-            return heads
-
-        heads, captured = attend(
-            query_side,
-            self.expand(key_side),
-            self.coupling(params),
-            mask,
-            bias=bias,
-            engine=engine,
-            dropout_key=dropout_key,
-            capture=capture,
-            remask=remask,
-            finish=finish,
-        )
-        if query_side.head is None:
-            y = project.unproject(params["out"], heads)
-        else:
-            y = project.unproject_active(params["out"], heads, query_side.head)
-        _refuse_overflow(x_q, y)
-        sums = {link.name: link.aux(own, x_q, query_side, site) for link, own, site in self._own(params)}
-        sums = {name: value for name, value in sums.items() if value is not None}
-        return y, Aux(self.losses(sums), sums, captured)
-
-    def losses(self, sums: dict[str, PyTree]) -> dict[str, Loss]:
-        """Auxiliary losses from the sums of one or several calls."""
-        losses: dict[str, Loss] = {}
-        for link, site in zip(self.links, self.sites, strict=True):
-            if link.name in sums:
-                losses |= link.losses(sums[link.name], site)
-        return losses
-
-    explain = explain
-    manifest = manifest
-    empty_cache = empty_cache
-    append = append
-    decode = decode
-
-    def declare(self) -> dict[str, Declaration]:
-        """What each transform states about its parameters and heads, by transform name."""
-        links = zip(self.links, self.sites, strict=True)
-        return {link.name: link.declare(site) for link, site in links}
-
-    def axes(self) -> PyTree:
-        """The axis names of every parameter leaf, in a tree like that of `init`.
-
-        A head axis carries its kind: hl, hs, hv, hK, hV; `h` where all kinds are the same heads, and
-        `h[2:]` for heads from 2 on.
-
-        Example:
-            >>> attention(HeadSpec(model=6, heads=2)).axes()["out"]
-            {'kernel': 'hv v m'}
-        """
-        core = {
-            "query/kernel": "m hl d",
-            "query/bias": "hl d",
-            "key/kernel": "m hK d",
-            "key/bias": "hK d",
-            "value/kernel": "m hV v",
-            "value/bias": "hV v",
-            "out/kernel": "hv v m",
-            "out/bias": "m",
-            "query_ln/scale": "d",
-            "key_ln/scale": "d",
-        }
-        own = self.declare()
-        for declaration in own.values():
-            core |= declaration.core
-        params = jax.eval_shape(self.init, jax.random.key(0))
-        return {
-            group: {name: own[name].axes for name in leaves}
-            if group == "heads"
-            else {name: core[f"{group}/{name}"] for name in leaves}
-            for group, leaves in params.items()
-        }
-
-    def _own(self, params: PyTree):
-        """Each transform with its own parameters and its site."""
-        if "heads" not in params:
-            raise ValueError(
-                f"params: got the groups {', '.join(params)}, expected `heads` among them, the leaves of the "
-                "transforms. Fix: the tree that init makes; `heads` is {} where there are none."
-            )
-        for link, site in zip(self.links, self.sites, strict=True):
-            yield link, params["heads"].get(link.name, {}), site
+        for link, own, site in self._own(params):
+            found = link.route(own, x_q, site) if link.overrides("route") else None
+            if found is not None:
+                head, note = found
+                return head, {} if note is None else {site.name: note}
+        raise ValueError(f"{self!r}: its route gave nothing. Fix: return (head [..., q, a], note).")
 
 
-def attention(spec: HeadSpec, *transforms: HeadTransform) -> Attention:
+def attention(spec: HeadSpec, *transforms: HeadTransform, allow: tuple[str, ...] = ()) -> Attention:
     """Multi-head attention with head-composition transforms, as pure functions.
 
     y[q] = sum_h heads[q,h] @ W_O[h] + b_O, where heads follow the form in `jaxattn.sides`.
@@ -426,46 +504,40 @@ def attention(spec: HeadSpec, *transforms: HeadTransform) -> Attention:
     Args:
         spec: static sizes.
         *transforms: applied from left to right; none is plain multi-head attention.
+        allow: groups or leaves that parameter trees may hold beside those of this attention, by path, for
+            example ("lora",); they are ignored. Everything else that is unknown raises.
 
     Raises:
         ValueError: where the sizes and transforms do not fit each other.
+        TypeError: for what is no transform, or has an option that cannot be compared.
 
     Example:
         >>> attn = attention(HeadSpec(model=6, heads=2))
         >>> params = attn.init(jax.random.key(0))
         >>> y, aux = attn.apply(params, jnp.ones((2, 5, 6)))
-        >>> y.shape
-        (2, 5, 6)
+        >>> y.shape, attn
+        ((2, 5, 6), attention(HeadSpec(model=6, heads=2)))
 
     Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2.
     """
     links = flatten(transforms)
-    sizes, sites = resolve(Sizes.of(spec), links)
-    return Attention(spec, sizes, links, sites)
+    return Attention(spec, links, tuple(allow), *resolve(Sizes.of(spec), links))
 
 
-def _check_state(what: str, x: Array, axis: str, width: int, where: str) -> Array:
-    check_floating(what, x)
-    fix = f"states of this width, or {where}"
-    check_axes(what, x, f"... {axis} m", fix=fix, m=width)
-    return jnp.asarray(x)
-
-
-def _check_rows(axis: str, x: Array, **per_row: Array | None) -> None:
-    """Raise unless what is given per row has the rows of `x`, with its batch axes or without."""
-    for what, array in per_row.items():
-        if array is not None and jnp.shape(array) not in (x.shape[-2:-1], x.shape[:-1]):
+def _only_claimed(site: Site, before: Any, after: Any) -> Any:
+    """`after`, once its mix stages were seen to differ from those before in the link's own stage alone."""
+    for which in ("pre", "post"):
+        old, new = getattr(before, which), getattr(after, which)
+        if len(old) != len(new) or any(
+            a is not b and at != getattr(site, which) for at, (a, b) in enumerate(zip(old, new, strict=True))
+        ):
             raise ValueError(
-                f"{what}: shape {jnp.shape(array)}, expected axes [..., {axis}] = {x.shape[:-1]}, or "
-                f"[{axis}] = {x.shape[-2:-1]} for all examples. Fix: one entry for each row."
+                f"{site.name}: it changed {which} mixes that its adapt did not claim (claimed stage: "
+                f"{getattr(site, which)}, stages: {len(old)}, now {len(new)}). Fix: "
+                f"sizes.claim({which}=heads) in "
+                f"adapt, and at.fill(..., {which}=...) in the hook."
             )
-        if array is not None and what == "valid":
-            check_boolean(what, array)
-
-
-def _zero_invalid(x: Array, valid: Array | None) -> Array:
-    """States whose invalid rows are zero, whatever they held: NaN times zero would stay NaN."""
-    return x if valid is None else jnp.where(valid[..., None], x, jnp.zeros((), x.dtype))
+    return after
 
 
 def _scale(params: PyTree, name: str) -> Array | None:
@@ -483,13 +555,6 @@ def _refuse_overflow(x_q: Array, y: Array) -> None:
         )
 
 
-def _fold(rng: Array, path: str) -> Array:
+def fold_path(rng: Array, path: str) -> Array:
+    """The PRNG key of one leaf."""
     return jax.random.fold_in(rng, zlib.crc32(path.encode()))
-
-
-def _prod(sizes: tuple[int | None, ...]) -> int:
-    product = 1
-    for size in sizes:
-        assert size is not None
-        product *= size
-    return product

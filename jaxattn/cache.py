@@ -15,10 +15,7 @@ from jax import Array, ShapeDtypeStruct
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jaxattn.masks import Mask, as_mask, causal, window
 from jaxattn.sides import KeySide, static_field
-
-PyTree = Any
 
 
 @jax.tree_util.register_dataclass
@@ -78,6 +75,75 @@ class Cache:
         cut = lambda x: jnp.where(kept.reshape(-1, *(1,) * (x.ndim - axis - 1)), x, jnp.zeros_like(x))
         return dataclasses.replace(self, side=jax.tree.map(cut, self.side), count=count)
 
+    def check_owner(self, attn: Any) -> None:
+        """Raise unless the cache is of this attention, options and sizes included."""
+        have, asked = self.owner, _owner(attn)
+        if have != asked:
+            other = "the same with other sizes" if have[0] == asked[0] else asked[0]
+            raise ValueError(
+                f"cache: made by {have[0]}, used by {other}. "
+                "Fix: a cache that the attention's own empty_cache made."
+            )
+
+    def next_positions(self, rows: int) -> Array:
+        """The positions of the next rows where they continue to count, int32 [rows]."""
+        return self.count + jnp.arange(rows, dtype=jnp.int32)
+
+    def of_rows(self, x: Array, valid: Array | None, positions: Array | None) -> tuple[Array, Array]:
+        """`valid` and `positions` of new rows x [..., k, m], with all batch axes.
+
+        Raises:
+            ValueError: for batch axes other than those of the cache.
+        """
+        batch, n = x.shape[:-2], x.shape[-2]
+        if batch != self.batch:
+            raise ValueError(
+                f"cache: batch axes are {self.batch}, those of the states {batch}. "
+                f"Fix: empty_cache({batch}, ...)."
+            )
+        whole = lambda x: jnp.broadcast_to(x, (*batch, n))
+        positions = self.next_positions(n) if positions is None else positions
+        return whole(True if valid is None else valid), whole(positions).astype(jnp.int32)
+
+    def extend(self, side: KeySide) -> "Cache":
+        """The cache with the rows of `side`, projected by its attention.
+
+        Raises:
+            ValueError, TypeError: as `Attention.append` does; nothing is written then.
+        """
+        axis, n = len(self.batch), side.key.shape[-3]
+        _check_like(self.side, side, axis)
+        if self.window is not None:
+            longest = self.size - self.window + 1
+            if n > longest:
+                raise ValueError(
+                    f"cache: {n} rows at once in a ring of {self.size} rows for a window of {self.window}, "
+                    f"expected at most {longest}. Fix: shorter chunks, or size = window + chunk - 1."
+                )
+            at = (slice(None),) * axis + ((self.count + jnp.arange(n)) % self.size,)
+            written = jax.tree.map(lambda old, new: old.at[at].set(new), self.side, side)
+            return dataclasses.replace(self, side=written, count=self.count + n)
+        refused = self.refused | (self.count + n > self.size)
+        if not isinstance(refused, Tracer) and bool(refused):
+            raise ValueError(
+                f"cache: {int(self.count)} of {self.size} rows are taken, {n} more do not fit. "
+                "Fix: a larger size, or window= for a ring."
+            )
+        if n > self.size:
+            return dataclasses.replace(self, refused=jnp.ones_like(self.refused))
+
+        def write(old: Array, new: Array) -> Array:
+            here = jax.lax.dynamic_slice_in_dim(old, self.count, n, axis)
+            return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(refused, here, new), self.count, axis)
+
+        written = jax.tree.map(write, self.side, side)
+        count = jnp.where(refused, self.count, self.count + n)
+        return dataclasses.replace(self, side=written, count=count, refused=refused)
+
+    def nan_where_refused(self, y: Array) -> Array:
+        """What was computed from this cache; NaN where rows were refused."""
+        return jnp.where(self.refused, jnp.nan, y).astype(y.dtype)
+
     def reorder(self, index: Array) -> "Cache":
         """The cache of chosen examples: row i of the first batch axis is row index[i], as beams need it."""
         if not self.batch:
@@ -131,130 +197,9 @@ def empty_cache(
     return Cache(side, jnp.zeros((), jnp.int32), jnp.zeros((), bool), _owner(attn), window)
 
 
-def append(
-    attn: Any,
-    params: PyTree,
-    cache: Cache,
-    x_kv: Array | tuple[Array, Array],
-    valid: Array | None = None,
-    positions: Array | None = None,
-) -> Cache:
-    """The cache with more source rows.
-
-    Args:
-        attn: the attention that made the cache; this is also its method.
-        params: the tree that `init` made.
-        cache: what `empty_cache` or `append` returned.
-        x_kv: [..., k, m], or a pair (x_k, x_v) of the same rows.
-        valid: [..., k] bool, False for padding rows, left or right; they take a place and are never seen.
-        positions: [..., k]; None continues to count. With padding on the left, say where real rows stand.
-
-    Raises:
-        ValueError, TypeError: for another attention, batch or dtype than the cache's, and, outside of jit,
-            for more rows than fit: nothing is written. Under jit see `Cache.refused`.
-    """
-    _check_owner(cache.owner, _owner(attn))
-    rows = x_kv[0] if isinstance(x_kv, tuple) else x_kv
-    batch, n = rows.shape[:-2], rows.shape[-2]
-    if batch != cache.batch:
-        raise ValueError(
-            f"cache: batch axes are {cache.batch}, those of the states {batch}. "
-            f"Fix: empty_cache({batch}, ...)."
-        )
-    whole = lambda x: jnp.broadcast_to(x, (*batch, n))
-    positions = whole(_positions(cache, n) if positions is None else positions).astype(jnp.int32)
-    side = attn.key_side(params, x_kv, whole(True if valid is None else valid), positions)
-    axis = len(batch)
-    _check_like(cache.side, side, axis)
-    if cache.window is not None:
-        longest = cache.size - cache.window + 1
-        if n > longest:
-            raise ValueError(
-                f"cache: {n} rows at once in a ring of {cache.size} rows for a window of {cache.window}, "
-                f"expected at most {longest}. Fix: shorter chunks, or size = window + chunk - 1."
-            )
-        at = (slice(None),) * axis + ((cache.count + jnp.arange(n)) % cache.size,)
-        side = jax.tree.map(lambda old, new: old.at[at].set(new), cache.side, side)
-        return dataclasses.replace(cache, side=side, count=cache.count + n)
-    refused = cache.refused | (cache.count + n > cache.size)
-    if not isinstance(refused, Tracer) and bool(refused):
-        raise ValueError(
-            f"cache: {int(cache.count)} of {cache.size} rows are taken, {n} more do not fit. "
-            "Fix: a larger size, or window= for a ring."
-        )
-    if n > cache.size:
-        return dataclasses.replace(cache, refused=jnp.ones_like(cache.refused))
-
-    def write(old: Array, new: Array) -> Array:
-        here = jax.lax.dynamic_slice_in_dim(old, cache.count, n, axis)
-        return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(refused, here, new), cache.count, axis)
-
-    side = jax.tree.map(write, cache.side, side)
-    count = jnp.where(refused, cache.count, cache.count + n)
-    return dataclasses.replace(cache, side=side, count=count, refused=refused)
-
-
-def decode(
-    attn: Any,
-    params: PyTree,
-    cache: Cache,
-    x: Array,
-    mask: Mask | None = None,
-    *,
-    valid: Array | None = None,
-    positions: Array | None = None,
-    bias: Array | None = None,
-    engine: str = "auto",
-    dropout_key: Array | None = None,
-    capture: tuple[str, ...] = (),
-) -> tuple[Array, Any, Cache]:
-    """Append rows and let them attend to all rows so far: a prompt, a chunk, or one step.
-
-    Any split of a sequence gives what one causal pass over it gives.
-
-    Args:
-        attn: the attention that made the cache; this is also its method.
-        params, cache, valid, positions: as in `append`.
-        x: [..., t, m], rows that are queries and keys.
-        mask: what more to hide, by position (`ja.window`), or by the cache's rows (axes k of its size).
-            Causality always holds.
-        bias, engine, dropout_key, capture: as in `apply`; k counts the cache's rows.
-
-    Returns:
-        y [..., t, m], `Aux`, and the cache with these rows. y is NaN where `Cache.refused`.
-
-    Raises:
-        ValueError, TypeError: as `append` and `attend` do.
-    """
-    if positions is None:
-        positions = _positions(cache, x.shape[-2])
-    after = append(attn, params, cache, x, valid, positions)
-    seen = as_mask(mask) & causal()
-    if cache.window is not None:
-        seen = seen & window(cache.window)
-    y, aux = attn.attend(
-        params, x, after.side, seen, valid=valid, positions=positions, bias=bias, engine=engine,
-        dropout_key=dropout_key, capture=capture,
-    )  # fmt: skip
-    return jnp.where(after.refused, jnp.nan, y).astype(y.dtype), aux, after
-
-
-def _positions(cache: Cache, n: int) -> Array:
-    return cache.count + jnp.arange(n, dtype=jnp.int32)
-
-
 def _owner(attn: Any) -> tuple[str, str]:
-    """What tells two attentions apart: the transforms in order and every resolved size."""
-    return " + ".join(link.name for link in attn.links) or "identity", repr(attn.sizes)
-
-
-def _check_owner(have: tuple[str, str], asked: tuple[str, str]) -> None:
-    if have != asked:
-        other = "the same with other sizes" if have[0] == asked[0] else asked[0]
-        raise ValueError(
-            f"cache: made by {have[0]}, used by {other}. "
-            "Fix: a cache that the attention's own empty_cache made."
-        )
+    """What tells two attentions apart: the transforms with their options, and every resolved size."""
+    return attn.variant, repr(attn.sizes)
 
 
 def _check_like(old: KeySide, new: KeySide, axis: int) -> None:

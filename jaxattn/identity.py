@@ -103,7 +103,7 @@ def content_digest(*arrays: Any) -> str:
 def derived(named: Identity, attn, side: KeySide, device, layout, training: bool) -> Identity:
     """The identity with all that arrays and sizes say."""
     return named._replace(
-        attention=" + ".join(link.name for link in attn.links) or "identity",
+        attention=attn.variant,
         rotary=repr(attn.sizes.rotary_k),
         key_heads=side.key.shape[-2],
         value_heads=side.value.shape[-2],

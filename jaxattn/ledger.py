@@ -1,5 +1,6 @@
 """ledger: parameters, multiply-accumulates, elements and bytes of one sublayer, from its form's shapes."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -237,11 +238,11 @@ def _side_macs(attn: Attention, params: PyTree, x_q, x_k, x_v) -> dict[str, int]
         "value": "value mixing",
     }
     counted = dict.fromkeys(names.values(), 0)
-    plain = attn._replace(links=(), sites=())
+    plain = dataclasses.replace(attn, links=(), sites=())
     for side_of, states, x in (("query_side", x_q, x_q), ("key_side", (x_k, x_v), x_k)):
-        side = jax.eval_shape(getattr(plain, side_of), params, states)
+        side = jax.eval_shape(getattr(plain, side_of), params | {"heads": {}}, states)
         for link, site in zip(attn.links, attn.sites, strict=True):
-            own = params["heads"].get(link.name, {})
+            own = params["heads"].get(site.name, {})
             hook = getattr(link, side_of)
 
             def step(own, x, side, hook=hook, site=site):

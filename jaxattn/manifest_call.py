@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from jaxattn.explain import Explanation
 from jaxattn.masks import Mask, as_mask
 from jaxattn.sides import Coupling, KeySide
-from jaxattn.transform import HeadTransform
 
 if TYPE_CHECKING:
     from jaxattn.manifest_form import Checkpoint, Heads, Manifest, MaskOwner, Release
@@ -177,11 +176,10 @@ def _heads(form: ModuleType, attn: Any, params: PyTree) -> "Heads":
     (in_q, q_heads, d_qk), (in_k, kv_heads, _), (in_v, v_heads, d_v), (o_heads, d_o, out) = (
         params[role]["kernel"].shape for role in ("query", "key", "value", "out")
     )
-    plain = HeadTransform()
     return form.Heads(
         q_heads=q_heads, kv_heads=kv_heads, v_heads=v_heads, o_heads=o_heads, d_qk=d_qk, d_v=d_v, d_o=d_o,
         d_model=attn.spec.model, in_q=in_q, in_k=in_k, in_v=in_v, out=out,
-        variant=tuple(link.name for link in attn.links if link._replace(name=plain.name) != plain),
+        variant=tuple(repr(link) for link in attn.links if link.changes),
     )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ class Heads(Record):
         v_heads: heads of W_V, default kv_heads.
         o_heads, d_o: heads that meet W_O and their width, default q_heads and d_v.
         in_q, in_k, in_v, out: widths of the three states read and of the output, default d_model.
-        variant: transforms that work on the heads, in order; none is plain attention.
+        variant: transforms that work on the heads, in order, with their options; none is plain attention.
     """
 
     q_heads: Size

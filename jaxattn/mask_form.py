@@ -87,6 +87,15 @@ class Mask(abc.ABC):
         """
         return None
 
+    def seen_rows(self, k_len: int) -> Array | None:
+        """Source rows that some query may see, bool [..., k], as far as arrays of the mask tell; None = all
+        of them.
+
+        A row that is False here is hidden from every query. The other way round need not hold: rows that
+        positions hide, or two parts only together, are not looked for.
+        """
+        return self.source_valid(k_len)
+
     @property
     def has_heads(self) -> bool:
         """True when heads may see different keys: an array with an "h" axis of size above 1."""
@@ -260,8 +269,10 @@ class And(Mask):
         return Fill.PARTIAL if Fill.PARTIAL in fills else Fill.FULL
 
     def source_valid(self, k_len: int) -> Array | None:
-        declared = [valid for part in self.parts if (valid := part.source_valid(k_len)) is not None]
-        return functools.reduce(operator.and_, declared) if declared else None
+        return _all_of([part.source_valid(k_len) for part in self.parts])
+
+    def seen_rows(self, k_len: int) -> Array | None:
+        return _all_of([part.seen_rows(k_len) for part in self.parts])
 
     def __repr__(self) -> str:
         if not self.parts:
@@ -293,9 +304,10 @@ class Or(Mask):
         return Fill.PARTIAL if Fill.PARTIAL in fills else Fill.EMPTY
 
     def source_valid(self, k_len: int) -> Array | None:
-        declared = [part.source_valid(k_len) for part in self.parts]
-        known = [valid for valid in declared if valid is not None]
-        return functools.reduce(operator.or_, known) if len(known) == len(declared) else None
+        return _any_of([part.source_valid(k_len) for part in self.parts])
+
+    def seen_rows(self, k_len: int) -> Array | None:
+        return _any_of([part.seen_rows(k_len) for part in self.parts])
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
@@ -324,6 +336,26 @@ class Not(Mask):
     def __repr__(self) -> str:
         compound = isinstance(self.part, And | Or) and self.part.parts
         return f"~({self.part!r})" if compound else f"~{self.part!r}"
+
+
+def _all_of(rows: list[Array | None]) -> Array | None:
+    """Rows that every part allows; None allows all."""
+    known = [x for x in rows if x is not None]
+    return functools.reduce(lambda a, b: operator.and_(*_same_rank(a, b)), known) if known else None
+
+
+def _any_of(rows: list[Array | None]) -> Array | None:
+    """Rows that some part allows; None allows all."""
+    known = [x for x in rows if x is not None]
+    if len(known) < len(rows):
+        return None
+    return functools.reduce(lambda a, b: operator.or_(*_same_rank(a, b)), known)
+
+
+def _same_rank(a: Array, b: Array) -> tuple[Array, Array]:
+    rank = max(a.ndim, b.ndim)
+    wide = lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape)
+    return wide(a), wide(b)
 
 
 def as_mask(mask: Mask | None) -> Mask:

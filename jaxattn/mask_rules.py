@@ -158,6 +158,11 @@ class Explicit(Mask):
     def map_arrays(self, function: Callable[[Array, int], Array]) -> Mask:
         return Explicit(function(self.array, len(self.core)), self.core)
 
+    def seen_rows(self, k_len: int) -> Array | None:
+        if "k" not in self.core:
+            return None
+        return self.array.any(tuple(range(-len(self.core), -1)))
+
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         part = self.array
         for axis, start, size in (("q", q_start, q_size), ("k", k_start, k_size)):

@@ -1,6 +1,7 @@
 """What the arguments of a Flax module mean to the pure functions: masks, precision, positions, decode."""
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -10,8 +11,7 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
 from jaxattn.attention import Attention, Aux
-from jaxattn.masks import Frame, Mask, as_mask, causal, from_flax, padding
-from jaxattn.transform import HeadTransform, Site
+from jaxattn.masks import Mask, as_mask, causal, from_flax
 
 PyTree = Any
 
@@ -63,27 +63,6 @@ def read_bias(bias: Any, batch: tuple[int, ...]) -> Any:
         n in (1, size) for n, size in zip(lead[::-1], batch[::-1], strict=False)
     )
     return jnp.broadcast_to(bias, (*batch, *bias.shape[-3:])) if fits else bias  # else refused with its axes
-
-
-def seen_rows(mask: Any, batch: tuple[int, ...]) -> Array | None:
-    """The source rows that a mask array shows to some query, bool [k] or [..., k]; None where all may be.
-
-    A row that no query sees has no influence. Known, it is zeroed before it is projected, so that not even
-    NaN in it matters.
-
-    Example:
-        >>> seen_rows(jnp.array([[True, False, False], [True, True, False]]), batch=())
-        Array([ True,  True, False], dtype=bool)
-    """
-    if isinstance(mask, Mask) or getattr(mask, "ndim", 0) == 0 or mask.shape[-1] == 1:
-        return None
-    rows = mask != 0
-    seen = rows.any(tuple(range(max(0, rows.ndim - 3), rows.ndim - 1)))
-    if isinstance(seen, np.ndarray) and seen.all():
-        return None
-    if set(seen.shape[:-1]) <= {1}:
-        return jnp.asarray(seen.reshape(-1))
-    return jnp.broadcast_to(seen, (*batch, seen.shape[-1]))
 
 
 def precision_name(precision: Any) -> str | None:
@@ -151,21 +130,6 @@ def placed(x: Array, sharding: Any) -> Array:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def with_heads_placed(attn: Attention, sharding: Any) -> Attention:
-    """The same attention whose projected queries, keys and values [..., t, h, d] have a sharding."""
-    if sharding is None:
-        return attn
-
-    def query_side(params, x_q, side, at):
-        return side._replace(query=placed(side.query, sharding))
-
-    def key_side(params, x_k, side, at):
-        return side._replace(key=placed(side.key, sharding), value=placed(side.value, sharding))
-
-    link = HeadTransform("qkv_sharding", query_side=query_side, key_side=key_side)
-    return attn._replace(links=(*attn.links, link), sites=(*attn.sites, Site(attn.sizes)))
-
-
 def attend_whole(
     attn: Attention,
     params: PyTree,
@@ -175,6 +139,7 @@ def attend_whole(
     is_causal: bool,
     valid: Array | None,
     positions: tuple[Any, Any],
+    sharding: Any,
     named: dict[str, Any],
 ) -> tuple[Array, Aux]:
     """One call without a cache.
@@ -186,21 +151,11 @@ def attend_whole(
         is_causal: hide keys at later positions.
         valid: [..., k] bool, source rows that are real.
         positions: of queries and keys.
+        sharding: of the projected heads, or None.
         named: what else `Attention.apply` and `Attention.attend` both take.
     """
-    batch = x_q.shape[:-2]
-    rows = x_q if source is None else source
-    k_len = (rows[0] if isinstance(rows, tuple) else rows).shape[-2]
-    read = as_mask(read_mask(mask, batch))
-    read.check(Frame(x_q.shape[-2], k_len, batch=batch), None)
-    seen = seen_rows(mask, batch)
+    read = as_mask(read_mask(mask, x_q.shape[:-2]))
     if is_causal:
         read &= causal()
-    if valid is not None:
-        read &= padding(valid)
-    if seen is None:
-        return attn.apply(params, x_q, source, read, positions=positions, **named)
-    real = read.source_valid(k_len)
-    side = attn.key_side(params, rows, seen if real is None else seen & real, positions[1])
-    q_valid = real if source is None else None
-    return attn.attend(params, x_q, side, read, valid=q_valid, positions=positions[0], **named)
+    place = None if sharding is None else functools.partial(placed, sharding=sharding)
+    return attn.apply(params, x_q, source, read, positions=positions, valid=valid, place=place, **named)

@@ -7,7 +7,7 @@ from typing import Any
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxattn.attention import Attention, Initializer, _fold
+from jaxattn.attention import Attention, Initializer, fold_path
 from jaxattn.cache import Cache
 
 PyTree = Any
@@ -51,7 +51,7 @@ def draw(
         if own is not None and name in out:
             old = out[name]
             flat = (old.size // old.shape[-1], old.shape[-1]) if name == "kernel" else old.shape
-            out[name] = own(_fold(rng, f"out/{name}"), flat, dtype).reshape(old.shape)
+            out[name] = own(fold_path(rng, f"out/{name}"), flat, dtype).reshape(old.shape)
     return params, boxes
 
 

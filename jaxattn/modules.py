@@ -15,7 +15,8 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxattn.attention import Aux, Initializer, _check_state, attention
+from jaxattn.attention import Aux, Initializer, attention
+from jaxattn.inputs import check_state
 from jaxattn.masks import Mask
 from jaxattn.module_args import (
     at_precision,
@@ -26,7 +27,6 @@ from jaxattn.module_args import (
     read_bias,
     read_mask,
     read_source,
-    with_heads_placed,
 )
 from jaxattn.module_state import draw, join_cache, of_path, split_cache
 from jaxattn.sharding import leaf_axes
@@ -259,9 +259,9 @@ class MultiHeadAttention(nnx.Module):
             inputs_k = inputs_v = None  # self-attention, written out
         source = read_source(inputs_k, inputs_v)
         params, inputs_q, source = self._cast(self.params(), inputs_q, source)
-        batch = _check_state("inputs_q", inputs_q, "q", self.in_features, "in_features=...").shape[:-2]
+        batch = check_state("inputs_q", inputs_q, "q", self.in_features, "in_features=...").shape[:-2]
         if inputs_k is not None:
-            _check_state("inputs_k", inputs_k, "k", self.in_kv_features, "in_kv_features=...")
+            check_state("inputs_k", inputs_k, "k", self.in_kv_features, "in_kv_features=...")
         k_len = inputs_q.shape[-2] if inputs_k is None else inputs_k.shape[-2]
         both = pair_positions(positions, input_positions, inputs_k is not None, k_len)
         named = self._named(batch, bias, deterministic, rngs, sow_weights, capture)
@@ -274,8 +274,9 @@ class MultiHeadAttention(nnx.Module):
                 for name, value in split_cache(cache).items():
                     held[name].set_value(value)
             else:
-                attn = with_heads_placed(self.attn, qkv_sharding)
-                y, aux = attend_whole(attn, params, inputs_q, source, mask, is_causal, valid, both, named)
+                y, aux = attend_whole(
+                    self.attn, params, inputs_q, source, mask, is_causal, valid, both, qkv_sharding, named
+                )
         return self._finish(placed(y, out_sharding), aux, sow_weights, capture, return_aux)
 
     def key_side(
@@ -327,7 +328,7 @@ class MultiHeadAttention(nnx.Module):
             mask, bias, deterministic, rngs, sow_weights, capture, return_aux: as in the call.
         """
         params, inputs_q = self._cast(self.params(), inputs_q)
-        batch = _check_state("inputs_q", inputs_q, "q", self.in_features, "in_features=...").shape[:-2]
+        batch = check_state("inputs_q", inputs_q, "q", self.in_features, "in_features=...").shape[:-2]
         named = self._named(batch, bias, deterministic, rngs, sow_weights, capture)
         read = read_mask(mask, batch)
         with at_precision(self.precision):

@@ -150,8 +150,8 @@ def rotate(heads: Array, rotary: Rotary | None, position: Array | None, block: i
     return einops.rearrange(out, "... t h n d -> ... t h (n d)").astype(heads.dtype)
 
 
-def normalize(heads: Array, kind: str | None, scale: Array | None) -> Array:
-    """Normalise each head over its width, eps 1e-6: `"rms"` or `"layer"` (without a bias); None: not.
+def normalize(heads: Array, kind: str | None, scale: Array | None, eps: float = 1e-6) -> Array:
+    """Normalise each head over its width: `"rms"` or `"layer"` (without a bias); None: not.
 
     rms: x / sqrt(mean(x^2) + eps) * scale;  layer: the same after the mean is taken away.
     """
@@ -160,5 +160,5 @@ def normalize(heads: Array, kind: str | None, scale: Array | None) -> Array:
     x = heads.astype(jnp.promote_types(heads.dtype, jnp.float32))
     if kind == "layer":
         x = x - x.mean(-1, keepdims=True)
-    x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+    x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
     return (x * scale).astype(heads.dtype)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 PyTree = Any
@@ -36,6 +37,9 @@ class Factors(NamedTuple):
     up: Array | None = None
     diag: Array | None = None
     dense: Array | None = None
+
+
+FACTOR_AXES = (4, 4, 2, 3)  # axes of down, up, diag, dense from the row axis on
 
 
 class QuerySide(NamedTuple):
@@ -83,6 +87,66 @@ class KeySide(NamedTuple):
     position: Array | None = None
 
 
+def zero_rows(x: Array, kept: Array | None, core: int) -> Array:
+    """`x` with the rows zero that are not kept, whatever they held: NaN times zero would stay NaN.
+
+    Args:
+        x: [..., t, ...], with `core` axes from t on.
+        kept: bool [..., t]; its leading axes broadcast to those of x. None keeps all.
+
+    Example:
+        >>> zero_rows(jnp.array([[1.0], [jnp.nan]]), jnp.array([True, False]), core=2).tolist()
+        [[1.0], [0.0]]
+    """
+    if kept is None:
+        return x
+    kept = jnp.asarray(kept)
+    lead = (1,) * max(0, x.ndim - core - (kept.ndim - 1))
+    return jnp.where(kept.reshape(*lead, *kept.shape, *(1,) * (core - 1)), x, jnp.zeros((), x.dtype))
+
+
+def calm_rows(x: Array, seen: Array | None, core: int) -> Array:
+    """`x` with unseen rows zero where a product with them could be infinite or NaN.
+
+    Weights of hidden pairs are exactly zero, and zero times a number is zero: rows of ordinary size are
+    left as they are. Rows with an entry that is not finite, or above the square root of the type's maximum,
+    are not.
+
+    Args:
+        x: [..., t, ...], with `core` axes from t on.
+        seen: bool [..., t], False for rows that are hidden from every other row; None leaves all as they are.
+    """
+    if seen is None:
+        return x
+    limit = jnp.sqrt(jnp.finfo(x.dtype).max).astype(x.dtype)
+    ordinary = jnp.all(jnp.abs(x) <= limit, axis=tuple(range(1 - core, 0)))
+    seen = jnp.asarray(seen)
+    rank = max(seen.ndim, ordinary.ndim)
+    wide = lambda rows: rows.reshape((1,) * (rank - rows.ndim) + rows.shape)
+    return zero_rows(x, wide(seen) | wide(ordinary), core)
+
+
+def hide_rows(side: "KeySide", seen: Array | None) -> "KeySide":
+    """The key side whose rows that are not seen, bool [..., k], cannot make a product infinite or NaN."""
+    zero = lambda x, core: None if x is None else calm_rows(x, seen, core)
+    of_stage = lambda f: None if f is None else Factors(*map(zero, f, FACTOR_AXES))
+    stages = (tuple(map(of_stage, side.pre)), tuple(map(of_stage, side.post)))
+    key, value = calm_rows(side.key, seen, 3), calm_rows(side.value, seen, 3)
+    return KeySide(key, value, zero(side.bias, 2), *stages, side.valid, side.position)
+
+
+def hide_queries(side: "QuerySide", valid: Array | None) -> "QuerySide":
+    """The query side whose rows that are not valid, bool [..., q], cannot make a product infinite or NaN."""
+    zero = lambda x, core: None if x is None else calm_rows(x, valid, core)
+    of_stage = lambda f: None if f is None else Factors(*map(zero, f, FACTOR_AXES))
+    return side._replace(
+        query=zero(side.query, 3),
+        pre=tuple(map(of_stage, side.pre)),
+        post=tuple(map(of_stage, side.post)),
+        gate=zero(side.gate, 3),
+    )
+
+
 def static_field(default: Any = dataclasses.MISSING) -> Any:
     """A field that is a fact of the program, not a leaf of the tree."""
     return dataclasses.field(default=default, metadata={"static": True})
@@ -112,7 +176,14 @@ class Mix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PairBias:
-    """A logit bias that positions decide: `of(params, q_position, k_position) -> [..., hs, q, k]`."""
+    """A logit bias that positions decide: `of(params, q_position, k_position) -> [..., hs, q, k]`.
+
+    Attributes:
+        params: arrays, learned or not.
+        of: a function of a module, or a frozen dataclass with `__call__`: equal rules are then equal, hash
+            alike and can be pickled, so that two attentions made alike share one compiled program. A lambda
+            or a local function works, but equals only itself.
+    """
 
     params: PyTree
     of: Callable[[PyTree, Array, Array], Array] = static_field()

@@ -2,14 +2,34 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from jaxattn.axes import check_option
 
 DERIVED: Any = None  # a size left out; HeadSpec resolves it
 
 
-class Rotary(NamedTuple):
+def short_repr(value: Any, **derived: Any) -> str:
+    """A frozen dataclass as the call that makes it, without what is default or equals `derived`.
+
+    Example:
+        >>> short_repr(Rotary(base=100.0))
+        'Rotary(base=100.0)'
+    """
+    shown = []
+    for field in dataclasses.fields(value):
+        got = getattr(value, field.name)
+        made = field.default_factory
+        usual = field.default if made is dataclasses.MISSING else made()
+        usual = derived.get(field.name, usual)
+        if not (type(got) is type(usual) and got == usual):
+            shown.append(f"{field.name}={got!r}")
+    return f"{type(value).__name__}({', '.join(shown)})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Rotary:
     """Rotary positions: channel pairs turned by an angle that grows with the position.
 
     (x_a, x_b) -> (x_a cos - x_b sin, x_a sin + x_b cos), angle = position * base^(-2 j / width)
@@ -27,8 +47,11 @@ class Rotary(NamedTuple):
     pairs: Literal["half", "adjacent"] = "half"
     width: int | None = None
 
+    def __repr__(self) -> str:
+        return short_repr(self)
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class HeadSpec:
     """Static sizes of one attention sublayer.
 
@@ -42,8 +65,8 @@ class HeadSpec:
         use_bias: whether the four projections have biases; `bias_q`, ... override it one by one.
         scale: factor of the scores; default 1/sqrt(d_qk).
         rotary: rotary positions, or None.
-        qk_norm: `"rms"` or `"layer"` normalises each projected query and key head (eps 1e-6, a
-            learned scale), before rotary positions.
+        qk_norm: `"rms"` or `"layer"` normalises each projected query and key head (with a learned scale),
+            before rotary positions. qk_norm_eps: what is added to the mean square.
         dropout: rate on the attention weights; `head_dropout`: rate on whole heads. Both act only
             when a dropout key is given. dropout_shared: axes among "b", "h", "q" along which one draw
             of the first serves all rows.
@@ -53,8 +76,8 @@ class HeadSpec:
         ValueError: when sizes do not fit, with the numbers.
 
     Example:
-        >>> HeadSpec(model=512, heads=8).d_qk
-        64
+        >>> HeadSpec(model=512, heads=8, kv_heads=2), HeadSpec(model=512, heads=8).d_qk
+        (HeadSpec(model=512, heads=8, kv_heads=2), 64)
     """
 
     model: int
@@ -74,6 +97,7 @@ class HeadSpec:
     scale: float = DERIVED
     rotary: Rotary | None = None
     qk_norm: Literal["rms", "layer"] | None = None
+    qk_norm_eps: float = 1e-6
     dropout: float = 0.0
     head_dropout: float = 0.0
     dropout_shared: tuple[Literal["b", "h", "q"], ...] = ()
@@ -88,14 +112,9 @@ class HeadSpec:
                 f"HeadSpec: model = {self.model} does not divide by heads = {self.heads}. "
                 "Fix: give d_qk and d_v, or sizes that divide."
             )
-        for name in ("d_qk", "d_v"):
-            if getattr(self, name) is None:
-                fill(self, name, self.model // self.heads)
-        for name in ("in_q", "in_k", "in_v", "out"):
-            if getattr(self, name) is None:
-                fill(self, name, self.model)
-        if self.kv_heads is None:
-            fill(self, "kv_heads", self.heads)
+        for name, size in self._derived().items():
+            if getattr(self, name) is None and name != "scale":
+                fill(self, name, size)
         for name in ("kv_heads", "d_qk", "d_v", "in_q", "in_k", "in_v", "out"):
             _check_size(name, getattr(self, name))
         if self.heads % self.kv_heads:
@@ -103,30 +122,52 @@ class HeadSpec:
                 f"HeadSpec: heads = {self.heads} does not divide by kv_heads = {self.kv_heads}. "
                 "Fix: each key head must serve the same number of query heads."
             )
-        for name in ("bias_q", "bias_k", "bias_v", "bias_out"):
-            if getattr(self, name) is None:
-                fill(self, name, self.use_bias)
         if self.scale is None:
-            fill(self, "scale", 1 / math.sqrt(self.d_qk))
+            fill(self, "scale", self._derived()["scale"])
         if not math.isfinite(self.scale):
             raise ValueError(f"HeadSpec: scale = {self.scale}, expected a finite number.")
         for name in ("dropout", "head_dropout"):
             check_rate(f"HeadSpec: {name}", getattr(self, name))
         check_option("HeadSpec: qk_norm", self.qk_norm, (None, "rms", "layer"))
+        if not 0 <= self.qk_norm_eps < math.inf:
+            raise ValueError(
+                f"HeadSpec: qk_norm_eps = {self.qk_norm_eps}, expected a finite number of at least 0."
+            )
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"HeadSpec: softcap = {self.softcap}, expected a positive number or None.")
         if self.rotary is not None:
             _check_rotary(self.rotary, self.d_qk)
 
+    def __repr__(self) -> str:
+        return short_repr(self, **self._derived())
 
-class Stage(NamedTuple):
-    """One mix over heads: how many come in and how many go out."""
+    def _derived(self) -> dict[str, Any]:
+        """What a field is when it is left out."""
+        head = None if self.model % self.heads else self.model // self.heads
+        width = self.d_qk
+        return {
+            "kv_heads": self.heads,
+            "d_qk": head,
+            "d_v": head,
+            **dict.fromkeys(("in_q", "in_k", "in_v", "out"), self.model),
+            **dict.fromkeys(("bias_q", "bias_k", "bias_v", "bias_out"), self.use_bias),
+            "scale": 1 / math.sqrt(width) if isinstance(width, int) and width > 0 else None,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One mix over heads: how many come in and how many go out; `heads_in, heads_out = stage`."""
 
     heads_in: int
     heads_out: int
 
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.heads_in, self.heads_out))
 
-class Sizes(NamedTuple):
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
     """Resolved sizes: what the projections make and what attention sees, apart.
 
     Transforms edit these in `adapt`; afterwards nothing about sizes is decided anywhere else.
@@ -185,13 +226,17 @@ class Sizes(NamedTuple):
             grown = dict(pre=(*sizes.pre, stage), softmax_heads=pre)
             if not sizes.post:
                 grown["output_heads"] = pre
-            sizes = sizes._replace(**grown)
+            sizes = sizes.replace(**grown)
         if post is not None:
             stage = Stage(sizes.output_heads, post)
-            sizes = sizes._replace(post=(*sizes.post, stage), output_heads=post)
+            sizes = sizes.replace(post=(*sizes.post, stage), output_heads=post)
         return sizes
 
-    def redefine(self, name: str, **changes: object) -> "Sizes":
+    def replace(self, **changes: Any) -> "Sizes":
+        """The same sizes but for some fields."""
+        return dataclasses.replace(self, **changes)
+
+    def redefine(self, name: str, **changes: Any) -> "Sizes":
         """Sizes whose projections transform `name` replaces; it must come first in its chain."""
         if self.projected_by or self.pre or self.post or self.output_heads != self.spec.heads:
             before = ", ".join(self.projected_by) or "a transform that mixes heads"
@@ -199,7 +244,7 @@ class Sizes(NamedTuple):
                 f"{name} redefines the projections but comes after {before}. "
                 f"Fix: put {name} first in the chain, and only one such transform."
             )
-        return self._replace(projected_by=(name,), **changes)
+        return self.replace(projected_by=(name,), **changes)
 
     def refuse_shared_keys(self, name: str) -> None:
         """Raise unless every head has its own key and value head."""

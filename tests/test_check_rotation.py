@@ -1,5 +1,7 @@
 """Laws of rotary positions: right turns hold them, each can break, ours hold them in every layout."""
 
+import dataclasses
+
 import einops
 import jax.numpy as jnp
 import pytest
@@ -18,7 +20,7 @@ ADJACENT = ja.Rotary(pairs="adjacent")
 
 @pytest.mark.parametrize(
     "subject",
-    [RIGHT, of_rotary(ja.Rotary()), of_rotary(ADJACENT), of_rotary(ADJACENT._replace(width=2))],
+    [RIGHT, of_rotary(ja.Rotary()), of_rotary(ADJACENT), of_rotary(dataclasses.replace(ADJACENT, width=2))],
     ids=["right", "half", "adjacent", "narrow"],
 )
 def test_a_right_turn_holds_every_law(subject):

@@ -157,7 +157,7 @@ OPTIONS = {
         "engine", "'blocked'.*weights", "reference, dense", "Fix",
     ),
     "not a transform": Refusal(
-        lambda: build(variants.moh), "transform", "function", "HeadTransform",
+        lambda: build(variants.moh), "transform", "class moh", "HeadTransform",
         "pass what a factory returns", TypeError,
     ),
     "alignment": Refusal(lambda: ja.causal(align="left"), "align", "'left'", '"start"', '"end"'),
@@ -175,7 +175,7 @@ OPTIONS = {
         lambda: variants.collab(mixing="zeros"), "mixing", "'zeros'", "'blocks'", "one of"
     ),
     "talking init": Refusal(
-        lambda: variants.talking_heads(init="zeros"), "init", "'zeros'", "'identity'", "one of"
+        lambda: variants.talking_heads(start="zeros"), "start", "'zeros'", "'identity'", "one of"
     ),
     "dynamic": Refusal(
         lambda: variants.talking_heads(dynamic=("x2l",)), "dynamic", "'x2l'", "'pre_query'",

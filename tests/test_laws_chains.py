@@ -1,6 +1,5 @@
 """Law 3: a chain applies its links in order, each at its own stage."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,33 +13,60 @@ from loops import mohsa, talking_heads
 
 import jaxattn as ja
 import variants
-from jaxattn.transform import place
 
 pytestmark = pytest.mark.heavy
 
 
-def fixed_mix(name: str, site: str, matrix: np.ndarray) -> ja.HeadTransform:
-    """A learned-free mix of heads at one site."""
-
-    def coupling(params, coupling, at):
-        stage = place(getattr(coupling, site), getattr(at, site), ja.Mix(jnp.asarray(matrix)))
-        return dataclasses.replace(coupling, **{site: stage})
-
-    return ja.HeadTransform(
-        name, adapt=lambda sizes: sizes.claim(**{site: matrix.shape[1]}), coupling=coupling
-    )
+Table = tuple[tuple[float, ...], ...]
 
 
-def row_mix(name: str, side: str, kernel: np.ndarray) -> ja.HeadTransform:
-    """The query's rows alone, or the key's, add x @ kernel to the identity before the softmax."""
+class fixed(ja.HeadTransform):
+    """A mix of heads at one site, without anything learned."""
 
-    def fill(params, x, rows, at):
-        dense = jnp.einsum("...tm,mio->...tio", x, kernel)
-        return rows._replace(pre=place(rows.pre, at.pre, ja.Factors(dense=dense)))
+    site: str
+    matrix: Table
 
-    return ja.HeadTransform(
-        name, adapt=lambda sizes: sizes.claim(pre=kernel.shape[1]), **{f"{side}_side": fill}
-    )
+    def adapt(self, sizes):
+        return sizes.claim(**{self.site: len(self.matrix[0])})
+
+    def coupling(self, params, coupling, at):
+        return at.fill(coupling, **{self.site: ja.Mix(jnp.asarray(self.matrix))})
+
+
+def fixed_mix(site: str, matrix: np.ndarray) -> fixed:
+    return fixed(site, tuple(map(tuple, matrix.tolist())))
+
+
+class rows_of_query(ja.HeadTransform):
+    """The query's rows alone add x @ kernel [m, i, o] to the identity before the softmax."""
+
+    kernel: tuple[Table, ...]
+
+    def adapt(self, sizes):
+        return sizes.claim(pre=len(self.kernel[0]))
+
+    def query_side(self, params, x_q, side, at):
+        return at.fill(
+            side, pre=ja.Factors(dense=jnp.einsum("...tm,mio->...tio", x_q, jnp.asarray(self.kernel)))
+        )
+
+
+class rows_of_key(ja.HeadTransform):
+    """The same of the key's rows."""
+
+    kernel: tuple[Table, ...]
+
+    def adapt(self, sizes):
+        return sizes.claim(pre=len(self.kernel[0]))
+
+    def key_side(self, params, x_k, side, at):
+        return at.fill(
+            side, pre=ja.Factors(dense=jnp.einsum("...tm,mio->...tio", x_k, jnp.asarray(self.kernel)))
+        )
+
+
+def nested(array: np.ndarray) -> tuple[Table, ...]:
+    return tuple(tuple(map(tuple, rows)) for rows in array.tolist())
 
 
 CHAINED = table.sizes(4, 6, cross=True)
@@ -77,7 +103,7 @@ FIRST, SECOND = np.random.default_rng(6).normal(size=(2, 4, 4))
 
 @pytest.mark.parametrize("engine", table.ENGINES)
 def test_chain_applies_left_to_right_before_the_softmax(engine):
-    a, b = fixed_mix("a", "pre", FIRST), fixed_mix("b", "pre", SECOND)
+    a, b = fixed_mix("pre", FIRST), fixed_mix("pre", SECOND)
     y, inputs, params, (logits, value) = chained(engine, ja.chain(a, b))
     table.assert_close(y, finished(logits @ FIRST @ SECOND, value, params, inputs), 1e-12, "a then b")
     swapped = finished(logits @ SECOND @ FIRST, value, params, inputs)
@@ -86,7 +112,7 @@ def test_chain_applies_left_to_right_before_the_softmax(engine):
 
 @pytest.mark.parametrize("engine", table.ENGINES)
 def test_chain_applies_left_to_right_after_the_softmax(engine):
-    a, b = fixed_mix("a", "post", FIRST), fixed_mix("b", "post", SECOND)
+    a, b = fixed_mix("post", FIRST), fixed_mix("post", SECOND)
     y, inputs, params, (logits, value) = chained(engine, ja.chain(a, b))
     table.assert_close(y, finished(logits, value, params, inputs, FIRST @ SECOND), 1e-12, "a then b")
     swapped = finished(logits, value, params, inputs, SECOND @ FIRST)
@@ -99,7 +125,7 @@ def test_query_only_and_key_only_transforms_keep_their_stages(engine, query_firs
     rng = np.random.default_rng(7)
     of_query = rng.normal(size=(table.MODEL, 4, 4)) / np.sqrt(table.MODEL)
     of_key = rng.normal(size=(table.SOURCE, 4, 4)) / np.sqrt(table.SOURCE)
-    links = [row_mix("rows_k", "key", of_key), row_mix("rows_q", "query", of_query)]
+    links = [rows_of_key(nested(of_key)), rows_of_query(nested(of_query))]
     y, inputs, params, (logits, value) = chained(engine, *(links[::-1] if query_first else links))
     by_query = np.eye(4) + np.einsum("bqm,mio->bqio", inputs.x_q, of_query)[:, :, None]
     by_key = np.eye(4) + np.einsum("bkm,mio->bkio", inputs.x_kv, of_key)[:, None]
@@ -115,8 +141,8 @@ def test_query_only_and_key_only_transforms_keep_their_stages(engine, query_firs
 @pytest.mark.parametrize("grouped", ["flat", "left", "right"])
 def test_grouping_of_a_chain_does_not_matter(grouped):
     third = np.random.default_rng(8).normal(size=(4, 4))
-    a, b = fixed_mix("a", "pre", FIRST), fixed_mix("b", "pre", SECOND)
-    c = fixed_mix("c", "post", third)
+    a, b = fixed_mix("pre", FIRST), fixed_mix("pre", SECOND)
+    c = fixed_mix("post", third)
     chain = {
         "flat": ja.chain(a, b, c),
         "left": ja.chain(ja.chain(a, b), c),

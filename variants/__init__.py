@@ -3,14 +3,25 @@
 from collections.abc import Callable
 
 from jaxattn import HeadTransform
-from variants.collab import collab as collab
-from variants.dcmha import dcmha as dcmha
-from variants.mha import mha as mha
-from variants.moh import MoHSums as MoHSums
-from variants.moh import moh as moh
-from variants.mohsa import mohsa as mohsa
-from variants.mohsa import overlap_schedule as overlap_schedule
-from variants.talking_heads import talking_heads as talking_heads
+
+from .collab import collab
+from .dcmha import dcmha
+from .mha import mha
+from .moh import MoHSums, moh
+from .mohsa import mohsa, overlap_schedule
+from .talking_heads import talking_heads
+
+__all__ = [
+    "VARIANTS",
+    "MoHSums",
+    "collab",
+    "dcmha",
+    "mha",
+    "moh",
+    "mohsa",
+    "overlap_schedule",
+    "talking_heads",
+]
 
 VARIANTS: dict[str, Callable[..., HeadTransform]] = {
     "mha": mha,

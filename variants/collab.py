@@ -15,11 +15,7 @@ from jaxattn.axes import check_option, contract
 from jaxattn.project import rotate
 
 
-def collab(
-    width: int | None = None,
-    content_bias: bool = True,
-    mixing: Literal["blocks", "normal", "ones"] = "blocks",
-) -> ja.HeadTransform:
+class collab(ja.HeadTransform):
     """Collaborative attention.
 
     logits[h,q,k] = scale * (sum_c (x_q W_Q)[c] M[h,c] (x_k W_K)[c] + (x_k W_c)[h])
@@ -49,14 +45,20 @@ def collab(
 
     Source: Cordonnier et al., 2020, sections 3 and 4.
     """
-    check_option("collab: mixing", mixing, ("blocks", "normal", "ones"))
-    if width is not None and width < 1:
-        raise ValueError(f"collab: width = {width}, expected at least 1.")
 
-    def adapt(sizes: ja.Sizes) -> ja.Sizes:
+    width: int | None = None
+    content_bias: bool = True
+    mixing: Literal["blocks", "normal", "ones"] = "blocks"
+
+    def __post_init__(self):
+        check_option("collab: mixing", self.mixing, ("blocks", "normal", "ones"))
+        if self.width is not None and self.width < 1:
+            raise ValueError(f"collab: width = {self.width}, expected at least 1.")
+
+    def adapt(self, sizes: ja.Sizes) -> ja.Sizes:
         spec = sizes.spec
         sizes.refuse_shared_keys("collab")
-        basis = width_of(sizes)
+        basis = max(1, spec.heads // 2) * spec.d_qk if self.width is None else self.width
         if spec.rotary is not None and basis % spec.d_qk:
             raise ValueError(
                 f"collab: width = {basis} is not whole blocks of d_qk = {spec.d_qk}, in which rotary "
@@ -75,53 +77,47 @@ def collab(
             bias_q=False,
             bias_k=False,
             rotary_q=None,  # the query turns after it is mixed, or positions would not be relative
-            key_bias_by="collab" if content_bias else None,
+            key_bias_by="collab" if self.content_bias else None,
         )
 
-    def width_of(sizes: ja.Sizes) -> int:
-        return max(1, sizes.spec.heads // 2) * sizes.spec.d_qk if width is None else width
-
-    def init(rng, at: ja.Site, dtype):
+    def init(self, rng, at: ja.Site, dtype):
         spec, basis = at.sizes.spec, at.sizes.qk_width
         rows = {
             "blocks": lambda: blocks(spec.heads, basis, dtype),
             "normal": lambda: 0.2 * jax.random.normal(rng, (spec.heads, basis), dtype),
             "ones": lambda: jnp.ones((spec.heads, basis), dtype),
         }
-        params = {"mixing": rows[mixing]()}
-        if content_bias:
+        params = {"mixing": rows[self.mixing]()}
+        if self.content_bias:
             params["content_bias"] = jnp.zeros((spec.in_k, spec.heads), dtype)
         return params
 
-    def query_side(params, x, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
+    def query_side(self, params, x_q, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
         rows = params["mixing"].astype(side.query.dtype)
         query = einops.einsum(side.query, rows, "... q one d, hl d -> ... q hl d")
         spec = at.sizes.spec
         return side._replace(query=rotate(query, spec.rotary, side.position, spec.d_qk))
 
-    def key_side(params, x, side: ja.KeySide, at: ja.Site) -> ja.KeySide:
-        if not content_bias:
+    def key_side(self, params, x_k, side: ja.KeySide, at: ja.Site) -> ja.KeySide:
+        if not self.content_bias:
             return side
         kernel = params["content_bias"].astype(side.key.dtype)
-        bias = contract(x.astype(side.key.dtype), kernel, "... k m, m hl -> ... k hl")
+        bias = contract(x_k.astype(side.key.dtype), kernel, "... k m, m hl -> ... k hl")
         return side._replace(bias=at.sizes.spec.scale * bias)
 
-    def declare(at: ja.Site) -> ja.Declaration:
-        axes = {"mixing": "h c"} | ({"content_bias": "m h"} if content_bias else {})
-        return ja.Declaration(
-            axes,
-            core={"query/kernel": "m one c", "key/kernel": "m one c"},
-            upgrade=upgrade_at(at.sizes),
-        )
+    def declare(self, at: ja.Site) -> ja.Declaration:
+        axes = {"mixing": "h c"} | ({"content_bias": "m h"} if self.content_bias else {})
+        core = {"query/kernel": "m one c", "key/kernel": "m one c"}
+        return ja.Declaration(axes, core=core, upgrade=self._upgrade(at))
 
-    def upgrade_at(sizes: ja.Sizes) -> ja.Upgrade:
-        spec = sizes.spec
+    def _upgrade(self, at: ja.Site) -> ja.Upgrade:
+        sizes, spec = at.sizes, at.sizes.spec
         if sizes.qk_width != spec.heads * spec.d_qk:
             return ja.Upgrade(
                 None, f"width {sizes.qk_width} is below heads * d_qk = {spec.heads * spec.d_qk}"
             )
         turned = spec.rotary is not None and (spec.bias_q or spec.bias_k)
-        if turned or (spec.bias_q and not content_bias):
+        if turned or (spec.bias_q and not self.content_bias):
             why = "a bias of query or key needs the content bias, and no rotary positions to turn it"
             return ja.Upgrade(None, why)
 
@@ -131,26 +127,17 @@ def collab(
 
             kernel = mha["key"]["kernel"]
             own = {"mixing": blocks(spec.heads, sizes.qk_width, kernel.dtype)}
-            if content_bias:
+            if self.content_bias:
                 own["content_bias"] = jnp.zeros((spec.in_k, spec.heads), kernel.dtype)
-            if content_bias and "bias" in mha["query"]:
+            if self.content_bias and "bias" in mha["query"]:
                 own["content_bias"] = einops.einsum(kernel, mha["query"]["bias"], "m h d, h d -> m h")
-            heads = mha["heads"] | {"collab": own}
+            heads = mha["heads"] | {at.name: own}
             return mha | {"query": packed("query"), "key": packed("key"), "heads": heads}
 
         return ja.Upgrade(upgrade)
 
-    return ja.HeadTransform(
-        "collab",
-        adapt=adapt,
-        init=init,
-        query_side=query_side,
-        key_side=key_side,
-        declare=declare,
-    )
-
 
 def blocks(heads: int, width: int, dtype) -> jax.Array:
     """[h, c]: head h reads channels h * n .. h * n + n of n = ceil(width / heads); the last may be fewer."""
-    owner = jnp.arange(width) // -(-width // heads)
+    owner = jnp.arange(width)[None, :] // -(-width // heads)
     return (owner == jnp.arange(heads)[:, None]).astype(dtype)

@@ -4,7 +4,6 @@ Changes: logits and weights of each pair are composed over heads by low-rank and
 two rows generate. Xiao et al., 2024 (ICML), https://arxiv.org/abs/2405.08553
 """
 
-import dataclasses
 import functools
 from typing import Literal
 
@@ -14,20 +13,11 @@ import jax.numpy as jnp
 
 import jaxattn as ja
 from jaxattn.axes import check_option, contract
-from jaxattn.transform import place
 
 EPS = 1e-6
 
 
-def dcmha(
-    rank: int = 2,
-    groups: int = 1,
-    gelu: Literal["tanh", "erf"] = "tanh",
-    static: bool = False,
-    qk_norm: Literal["rms", "layer"] | None = None,
-    pre: bool = True,
-    post: bool = True,
-) -> ja.HeadTransform:
+class dcmha(ja.HeadTransform):
     """Dynamically composable multi-head attention.
 
     out[n] = A[n] + (sum_m A[m] W[m,n])
@@ -62,113 +52,102 @@ def dcmha(
 
     Source: Xiao et al., 2024, sections 3.1 to 3.3.
     """
-    check_option("dcmha: gelu", gelu, ("tanh", "erf"))
-    check_option("dcmha: qk_norm", qk_norm, (None, "rms", "layer"))
-    for name, size in (("rank", rank), ("groups", groups)):
-        if size < 1:
-            raise ValueError(f"dcmha: {name} = {size}, expected at least 1.")
-    stages = tuple(site for site, used in (("pre", pre), ("post", post)) if used)
 
-    def adapt(sizes: ja.Sizes) -> ja.Sizes:
-        if pre:
+    rank: int = 2
+    groups: int = 1
+    gelu: Literal["tanh", "erf"] = "tanh"
+    static: bool = False
+    qk_norm: Literal["rms", "layer"] | None = None
+    pre: bool = True
+    post: bool = True
+
+    def __post_init__(self):
+        check_option("dcmha: gelu", self.gelu, ("tanh", "erf"))
+        check_option("dcmha: qk_norm", self.qk_norm, (None, "rms", "layer"))
+        for name in ("rank", "groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"dcmha: {name} = {getattr(self, name)}, expected at least 1.")
+
+    def adapt(self, sizes: ja.Sizes) -> ja.Sizes:
+        if self.pre:
             sizes = sizes.claim(pre=sizes.softmax_heads)
-        if post:
+        if self.post:
             sizes = sizes.claim(post=sizes.output_heads)
         for heads in {sizes.softmax_heads, sizes.output_heads}:
-            if heads % groups:
+            if heads % self.groups:
                 raise ValueError(
-                    f"dcmha: heads = {heads} do not divide into groups = {groups}. "
+                    f"dcmha: heads = {heads} do not divide into groups = {self.groups}. "
                     "Fix: a number of groups that divides the heads."
                 )
-        return sizes if qk_norm is None else sizes._replace(qk_norm=qk_norm)
+        return sizes if self.qk_norm is None else sizes.replace(qk_norm=self.qk_norm)
 
-    def stage_of(at: ja.Site, site: str) -> tuple[int, int]:
-        """Which stage of the site was claimed, and its number of heads."""
-        claimed, index = (at.sizes.pre, at.pre) if site == "pre" else (at.sizes.post, at.post)
-        assert index is not None
-        return index, claimed[index].heads_in
-
-    def init(rng, at: ja.Site, dtype):
+    def init(self, rng, at: ja.Site, dtype):
         widths = {"query": at.sizes.spec.in_q, "key": at.sizes.spec.in_k}
         params = {}
-        for number, site in enumerate(stages):
-            _, h = stage_of(at, site)
-            n = h // groups
-            u = 2 * rank * n
-            params[site] = {}
+        for number, (which, (h, _)) in enumerate(at.stages.items()):
+            n = h // self.groups
+            u = 2 * self.rank * n
+            params[which] = {}
             for side, m in widths.items():
                 draw = functools.partial(
                     _normal, jax.random.fold_in(rng, 2 * number + (side == "key")), dtype
                 )
-                small = 0.02 / (u**0.5 * (n + rank))
-                params[site][side] = {
-                    "hidden": draw(0, (m, groups, u), (2 / (m + u)) ** 0.5),
-                    "down": draw(1, (u, rank, h), small),
-                    "up": draw(2, (u, rank, h), small),
+                small = 0.02 / (u**0.5 * (n + self.rank))
+                params[which][side] = {
+                    "hidden": draw(0, (m, self.groups, u), (2 / (m + u)) ** 0.5),
+                    "down": draw(1, (u, self.rank, h), small),
+                    "up": draw(2, (u, self.rank, h), small),
                     "diag": draw(3, (m, h), 0.005 * (2 / (m + n)) ** 0.5),
                 }
-            if static:
+            if self.static:
                 static_key = jax.random.fold_in(rng, 4 + number)
-                params[site]["static"] = _normal(static_key, dtype, 0, (groups, n, n), 0.1 / n**0.5)
+                params[which]["static"] = _normal(static_key, dtype, 0, (self.groups, n, n), 0.1 / n**0.5)
         return params
 
-    def generate(params, x, side, at: ja.Site, which: str):
-        for site in stages:
-            placed = place(getattr(side, site), stage_of(at, site)[0], factors(params[site][which], x))
-            side = side._replace(**{site: placed})
-        return side
+    def query_side(self, params, x_q, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
+        return at.fill(side, **{which: self._factors(own["query"], x_q) for which, own in params.items()})
 
-    def factors(params, x) -> ja.Factors:
+    def key_side(self, params, x_k, side: ja.KeySide, at: ja.Site) -> ja.KeySide:
+        return at.fill(side, **{which: self._factors(own["key"], x_k) for which, own in params.items()})
+
+    def _factors(self, params, x) -> ja.Factors:
         """The row factors of one stage and side: x [..., n, m]."""
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(x.dtype, leaf.dtype)), params)
-        hidden = contract(x, params["hidden"], "... n m, m g u -> ... n g u")
-        hidden = jax.nn.gelu(hidden, approximate=gelu == "tanh")
-        expand = functools.partial(einops.rearrange, pattern="u r (g i) -> g u r i", g=groups)
+        hidden = contract(x.astype(params["hidden"].dtype), params["hidden"], "... n m, m g u -> ... n g u")
+        hidden = jax.nn.gelu(hidden, approximate=self.gelu == "tanh")
+        expand = functools.partial(einops.rearrange, pattern="u r (g i) -> g u r i", g=self.groups)
         down = contract(hidden, expand(params["down"]), "... n g u, g u r i -> ... n g i r")
         up = contract(hidden, expand(params["up"]), "... n g u, g u r o -> ... n g r o")
         down = down * jax.lax.rsqrt(jnp.square(down).mean(-2, keepdims=True) + EPS)
-        diag = jnp.tanh(contract(x, params["diag"], "... n m, m h -> ... n h"))
+        diag = jnp.tanh(contract(x.astype(params["diag"].dtype), params["diag"], "... n m, m h -> ... n h"))
         return ja.Factors(down=down, up=up, diag=diag)
 
-    def coupling(params, coupling: ja.Coupling, at: ja.Site) -> ja.Coupling:
-        if not static:
+    def coupling(self, params, coupling: ja.Coupling, at: ja.Site) -> ja.Coupling:
+        if not self.static:
             return coupling
-        changes = {}
-        for site in stages:
-            mix = ja.Mix(params[site]["static"], skip=True)
-            changes[site] = place(getattr(coupling, site), stage_of(at, site)[0], mix)
-        return dataclasses.replace(coupling, **changes)
+        return at.fill(coupling, **{which: ja.Mix(own["static"], skip=True) for which, own in params.items()})
 
-    def declare(at: ja.Site) -> ja.Declaration:
+    def declare(self, at: ja.Site) -> ja.Declaration:
         leaves = {"hidden": "m g u", "down": "u r h", "up": "u r h", "diag": "m h"}
-        axes = {
-            site: {"query": leaves, "key": leaves}
-            | ({"static": "g h h" if groups == 1 else "g i o"} if static else {})
-            for site in stages
-        }
+        stages, groups = at.stages, self.groups
+        static = {"static": "g h h" if groups == 1 else "g i o"} if self.static else {}
+        axes = {which: {"query": leaves, "key": leaves} | static for which in stages}
         ties = {"pre": ("hl", "hs"), "post": ("hs", "hv")}
 
         def upgrade(mha, fresh):
-            own = jax.tree.map(jnp.zeros_like, fresh["heads"]["dcmha"])
-            return mha | {"heads": mha["heads"] | {"dcmha": own}}
+            """No mix at the start: `up` is zero, and opens `hidden` and `down` after one step."""
+            still = ("up", "diag", "static")
+            zero = lambda path, leaf: jnp.zeros_like(leaf) if path[-1].key in still else leaf
+            own = jax.tree_util.tree_map_with_path(zero, fresh["heads"][at.name])
+            return mha | {"heads": mha["heads"] | {at.name: own}}
 
         n = at.sizes.output_heads // groups
         # A static leaf of several groups has no axis of all heads by which to permute it.
         inside = tuple(tuple(range(g * n, (g + 1) * n)) for g in range(groups))
-        exchangeable = None if groups == 1 else () if static else inside
-        exact = ja.Upgrade(upgrade) if qk_norm is None else ja.Upgrade(None, "MHA without head norms")
-        return ja.Declaration(axes, ties=frozenset(ties[s] for s in stages),
+        exchangeable = None if groups == 1 else () if self.static else inside
+        exact = ja.Upgrade(upgrade) if self.qk_norm is None else ja.Upgrade(None, "MHA without head norms")
+        return ja.Declaration(axes, ties=frozenset(ties[which] for which in stages),
                               exchangeable=exchangeable, upgrade=exact)  # fmt: skip
-
-    return ja.HeadTransform(
-        "dcmha",
-        adapt=adapt,
-        init=init,
-        query_side=lambda params, x, side, at: generate(params, x, side, at, "query"),
-        key_side=lambda params, x, side, at: generate(params, x, side, at, "key"),
-        coupling=coupling,
-        declare=declare,
-    )
 
 
 def _normal(rng, dtype, number: int, shape: tuple[int, ...], std: float):

@@ -3,15 +3,14 @@
 import jaxattn as ja
 
 
-def mha() -> ja.HeadTransform:
+class mha(ja.HeadTransform):
     """Plain multi-head attention; with `kv_heads` in the spec, GQA or MQA.
 
     heads[h] = softmax(scale * Q[h] K[h]^T) V[h]
 
     Example:
-        >>> mha().name
-        'identity'
+        >>> mha(), mha().changes
+        (mha(), False)
 
     Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2.2.
     """
-    return ja.identity

@@ -38,15 +38,7 @@ class MoHSums(NamedTuple):
         return {"load": load, "entropy": self.entropy / tokens, "collapse": collapse}
 
 
-def moh(
-    shared: int = 1,
-    top_k: int = 2,
-    gates: Literal["paper", "released"] = "paper",
-    router: Literal["learned", "query_norm"] = "learned",
-    straight_through: bool = True,
-    balance: Literal["paper", "released"] = "paper",
-    balance_weight: float = 0.01,
-) -> ja.HeadTransform:
+class moh(ja.HeadTransform):
     """Mixture-of-heads attention.
 
     y[t] = sum_h g[t,h] heads[t,h] @ W_O[h], with, for token state x,
@@ -55,8 +47,10 @@ def moh(
         released: g = 2 a_1 (shared s_i);  2 a_2 (top_k p_i / sum of the selected p)
     Exactly shared + top_k heads are active a token. Keys and values stay dense. Takes fewer key heads.
 
-    Equal scores: the lowest index wins, always. A router score that is NaN counts as the lowest, so that
-    gates are never NaN. `top_k = 0` leaves the shared heads, `shared = 0` the routed ones.
+    Equal scores: the lowest index wins, always. A score of the routed heads that is NaN counts as the
+    lowest, so that one bad score does not spread to the other heads. `top_k = 0` leaves the shared heads,
+    `shared = 0` the routed ones. A softmax over a single head is 1 whatever its logit, so one shared or one
+    routed head has no router of its own (no leaf without a gradient).
 
     Args:
         shared: heads 0 .. shared-1, always active.
@@ -87,56 +81,76 @@ def moh(
 
     Source: Jin et al., 2024, sections 3.2 (equations 4 to 8) and 4.4.
     """
-    check_option("moh: gates", gates, ("paper", "released"))
-    check_option("moh: router", router, ("learned", "query_norm"))
-    check_option("moh: balance", balance, ("paper", "released"))
-    if shared < 0 or top_k < 0 or shared + top_k < 1:
-        raise ValueError(
-            f"moh: shared = {shared}, top_k = {top_k}, expected counts of at least 0 with at least one "
-            "active head. Fix: shared >= 1 or top_k >= 1."
-        )
-    learned = router == "learned"
 
-    def adapt(sizes: ja.Sizes) -> ja.Sizes:
-        routed = sizes.output_heads - shared
-        if top_k > routed:
+    shared: int = 1
+    top_k: int = 2
+    gates: Literal["paper", "released"] = "paper"
+    router: Literal["learned", "query_norm"] = "learned"
+    straight_through: bool = True
+    balance: Literal["paper", "released"] = "paper"
+    balance_weight: float = 0.01
+
+    def __post_init__(self):
+        check_option("moh: gates", self.gates, ("paper", "released"))
+        check_option("moh: router", self.router, ("learned", "query_norm"))
+        check_option("moh: balance", self.balance, ("paper", "released"))
+        if self.shared < 0 or self.top_k < 0 or self.shared + self.top_k < 1:
             raise ValueError(
-                f"moh: top_k = {top_k} is above the {routed} routed heads (heads = {sizes.output_heads}, "
-                f"shared = {shared}). Fix: top_k <= heads - shared."
+                f"moh: shared = {self.shared}, top_k = {self.top_k}, expected counts of at least 0 with at "
+                f"least "
+                "one active head. Fix: shared >= 1 or top_k >= 1."
             )
-        if not learned and (sizes.projected_by or sizes.query_heads != sizes.output_heads):
+
+    @property
+    def _learned(self) -> bool:
+        return self.router == "learned"
+
+    def overrides(self, hook: str) -> bool:
+        """A query-norm router reads the queries, so it cannot choose from the states alone."""
+        return super().overrides(hook) and (hook != "route" or self._learned)
+
+    def adapt(self, sizes: ja.Sizes) -> ja.Sizes:
+        routed = sizes.output_heads - self.shared
+        if self.top_k > routed:
+            raise ValueError(
+                f"moh: top_k = {self.top_k} is above the {routed} routed heads (heads = "
+                f"{sizes.output_heads}, "
+                f"shared = {self.shared}). Fix: top_k <= heads - shared."
+            )
+        if not self._learned and (sizes.projected_by or sizes.query_heads != sizes.output_heads):
             raise ValueError(
                 "moh: router='query_norm' reads the query of each head, but the projections have "
                 f"{sizes.query_heads} query heads for {sizes.output_heads} output heads. "
                 "Fix: router='learned'."
             )
-        return sizes._replace(active_heads=shared + top_k)
+        return sizes.replace(active_heads=self.shared + self.top_k)
 
-    def init(rng, at: ja.Site, dtype):
-        if not learned:
+    def _outs(self, at: ja.Site) -> dict[str, int]:
+        """The width of each router that is learned."""
+        if not self._learned:
             return {}
-        m, routed = at.sizes.spec.in_q, at.sizes.output_heads - shared
-        outs = {
-            "routed": routed if top_k else 0,
-            "shared": shared if shared > 1 or (gates == "paper" and shared) else 0,
-            "stage": 2 if shared and top_k else 0,
+        widths = {
+            "routed": at.sizes.output_heads - self.shared if self.top_k else 0,
+            "shared": self.shared,
+            "stage": 2 if self.shared and self.top_k else 0,
         }
+        return {name: width for name, width in widths.items() if width > 1}
+
+    def init(self, rng, at: ja.Site, dtype):
+        keys: dict[str, Array] = dict(
+            zip(("routed", "shared", "stage"), jax.random.split(rng, 3), strict=True)
+        )
         draw = jax.nn.initializers.truncated_normal(0.02)
-        keys = jax.random.split(rng, len(outs))
         return {
-            name: draw(key, (m, size), dtype)
-            for key, (name, size) in zip(keys, outs.items(), strict=True)
-            if size
+            name: draw(keys[name], (at.sizes.spec.in_q, width), dtype)
+            for name, width in self._outs(at).items()
         }
 
-    def by_state(params, x) -> Array:
-        return jax.nn.softmax(_finite(_score(x, params["routed"])), axis=-1)
-
-    def probabilities(params, x, side: ja.QuerySide) -> Array:
+    def _probabilities(self, params, x, side: ja.QuerySide) -> Array:
         """The router's distribution over the routed heads, [..., q, hr]."""
-        if learned:
-            return by_state(params, x)
-        query = side.query[..., shared:, :]
+        if self._learned:
+            return _by_state(params, x)
+        query = side.query[..., self.shared :, :]
         query = query.astype(jnp.promote_types(query.dtype, jnp.float32))
         square = jnp.square(query).sum(-1)
         safe = jnp.where(square > 0, square, 1)  # the root has no slope at 0
@@ -145,61 +159,59 @@ def moh(
         spread = jnp.sqrt(spread / max(norm.shape[-1] - 1, 1) + 1e-6)
         return jax.nn.softmax(_finite(norm / spread), axis=-1)
 
-    def route(params, x, at: ja.Site) -> tuple[Array, Any]:
-        always = jnp.broadcast_to(jnp.arange(shared), (*x.shape[:-1], shared))
-        if not top_k:
+    def route(self, params, x_q, at: ja.Site) -> tuple[Array, Any]:
+        shared = jnp.arange(self.shared)
+        always = jnp.broadcast_to(shared, (*x_q.shape[:-1], self.shared))
+        if not self.top_k:
             return always, None
-        p = by_state(params, x)
-        best = _best(p, top_k)
-        return jnp.concatenate([always, shared + best], axis=-1), (p, _among(best, p))
+        p = _by_state(params, x_q)
+        best = _best(p, self.top_k)
+        return jnp.concatenate([always, self.shared + best], axis=-1), (p, _among(best, p))
 
-    def query_side(params, x, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
-        of_shared, of_routed = stage_gates(params, x)
-        notes = side.notes
-        parts = [of_shared * shared_gates(params, x)] if shared else []
-        if top_k:
-            if "moh" in notes:
-                p, chosen = notes["moh"]
-            else:
-                p = probabilities(params, x, side)
-                chosen = _among(_best(p, top_k), p)
-            parts.append(of_routed * routed_gates(p, chosen.astype(p.dtype)))
-            notes = notes | {"moh": (p, chosen)}
-        elif at.sizes.output_heads > shared:
-            none = jnp.zeros((*x.shape[:-1], at.sizes.output_heads - shared), x.dtype)
-            parts.append(none)
-        gate = jnp.concatenate(parts, axis=-1)[..., None]
-        gate = gate if side.gate is None else side.gate * gate
-        return side._replace(gate=gate, notes=notes)
+    def query_side(self, params, x_q, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
+        of_shared, of_routed = self._stage_gates(params, x_q)
+        parts = [of_shared * self._shared_gates(params, x_q)] if self.shared else []
+        if self.top_k:
+            noted = at.noted(side)
+            if noted is None:
+                p = self._probabilities(params, x_q, side)
+                noted = p, _among(_best(p, self.top_k), p)
+                side = at.note(side, noted)
+            p, chosen = noted
+            parts.append(of_routed * self._routed_gates(p, chosen.astype(p.dtype)))
+        elif at.sizes.output_heads > self.shared:
+            parts.append(jnp.zeros((*x_q.shape[:-1], at.sizes.output_heads - self.shared), parts[0].dtype))
+        return at.gate(side, jnp.concatenate(parts, axis=-1)[..., None])
 
-    def stage_gates(params, x) -> tuple[Array, Array]:
+    def _stage_gates(self, params, x) -> tuple[Array, Array]:
         """What the shared and the routed heads are multiplied with, [..., q, 1] each."""
         if "stage" not in params:
-            one = jnp.ones((*x.shape[:-1], 1), x.dtype)
+            one = jnp.ones((*x.shape[:-1], 1), _score_type(x))
             return one, one
         a = jax.nn.softmax(_score(x, params["stage"]), axis=-1)
-        a = 2 * a if gates == "released" else a
+        a = 2 * a if self.gates == "released" else a
         return a[..., :1], a[..., 1:]
 
-    def shared_gates(params, x) -> Array:
+    def _shared_gates(self, params, x) -> Array:
         if "shared" not in params:
-            return jnp.ones((*x.shape[:-1], shared), x.dtype)
+            return jnp.ones((*x.shape[:-1], self.shared), _score_type(x))
         s = jax.nn.softmax(_score(x, params["shared"]), axis=-1)
-        return shared * s if gates == "released" else s
+        return self.shared * s if self.gates == "released" else s
 
-    def routed_gates(p: Array, chosen: Array) -> Array:
-        if not learned:  # straight through: forward the choice, backward the probability
-            return chosen + (p - jax.lax.stop_gradient(p)) if straight_through else chosen
+    def _routed_gates(self, p: Array, chosen: Array) -> Array:
+        if not self._learned:  # straight through: forward the choice, backward the probability
+            return chosen + (p - jax.lax.stop_gradient(p)) if self.straight_through else chosen
         picked = p * chosen
-        if gates == "released":
+        if self.gates == "released":
             least = jnp.finfo(p.dtype).eps
-            picked = top_k * picked / jnp.maximum(picked.sum(-1, keepdims=True), least)
+            picked = self.top_k * picked / jnp.maximum(picked.sum(-1, keepdims=True), least)
         return picked
 
-    def aux(params, x, side: ja.QuerySide, at: ja.Site) -> MoHSums | None:
-        if not top_k:
+    def aux(self, params, x_q, side: ja.QuerySide, at: ja.Site) -> MoHSums | None:
+        noted = at.noted(side)
+        if noted is None:
             return None
-        p, chosen = side.notes["moh"]
+        p, chosen = noted
         counted = jnp.ones(p.shape[:-1], bool) if side.valid is None else side.valid
         counted = jnp.broadcast_to(counted, p.shape[:-1]).astype(p.dtype)
         rows = tuple(range(p.ndim - 1))
@@ -207,53 +219,52 @@ def moh(
         weight = counted[..., None]
         return MoHSums(
             probability=(p * weight).sum(rows),
-            selected=(chosen * weight).sum(rows),
+            selected=(chosen.astype(p.dtype) * weight).sum(rows),
             entropy=(entropy * counted).sum(),
             tokens=counted.sum(),
         )
 
-    def losses(sums: MoHSums, at: ja.Site) -> dict[str, ja.Loss]:
+    def losses(self, sums: MoHSums, at: ja.Site) -> dict[str, ja.Loss]:
         tokens = jnp.maximum(sums.tokens, 1)
         share = jax.lax.stop_gradient(sums.selected) / tokens
         value = (sums.probability / tokens * share).sum()
-        multiple = at.sizes.output_heads - shared if balance == "released" else 1
-        return {"balance": ja.Loss(multiple * value, balance_weight)}
+        multiple = at.sizes.output_heads - self.shared if self.balance == "released" else 1
+        return {"balance": ja.Loss(multiple * value, self.balance_weight)}
 
-    def declare(at: ja.Site) -> ja.Declaration:
-        heads = at.sizes.output_heads
+    def declare(self, at: ja.Site) -> ja.Declaration:
+        shared, heads = self.shared, at.sizes.output_heads
         axes = {"routed": f"m h[{shared}:]", "shared": f"m h[:{shared}]", "stage": "m two"}
         sets = (tuple(range(shared)), tuple(range(shared, heads)))
-        own = init(jax.random.key(0), at, jnp.float32)
 
         def upgrade(mha, fresh):
-            zeros = jax.tree.map(jnp.zeros_like, fresh["heads"]["moh"])
-            return mha | {"heads": mha["heads"] | {"moh": zeros}}
+            zeros = jax.tree.map(jnp.zeros_like, fresh["heads"].get(at.name, {}))
+            return mha | {"heads": mha["heads"] | ({at.name: zeros} if zeros else {})}
 
-        if learned and gates == "released" and shared + top_k == heads:
+        if self._learned and self.gates == "released" and shared + self.top_k == heads:
             exact = ja.Upgrade(upgrade)
         else:
             exact = ja.Upgrade(None, "only released gates with all heads active start as MHA")
         return ja.Declaration(
-            {name: axes[name] for name in own},
+            {name: axes[name] for name in self._outs(at)},
             exchangeable=tuple(s for s in sets if s),
             upgrade=exact,
         )
 
-    return ja.HeadTransform(
-        "moh",
-        adapt=adapt,
-        init=init,
-        query_side=query_side,
-        route=route if learned else None,
-        aux=aux,
-        losses=losses,
-        declare=declare,
-    )
+
+def _by_state(params, x: Array) -> Array:
+    """Probabilities of the routed heads from the states; a single one has no router."""
+    if "routed" not in params:
+        return jnp.ones((*x.shape[:-1], 1), _score_type(x))
+    return jax.nn.softmax(_finite(_score(x, params["routed"])), axis=-1)
+
+
+def _score_type(x: Array):
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _score(x: Array, kernel: Array) -> Array:
     """Router scores, in at least float32: a choice should not hang on half precision."""
-    dtype = jnp.promote_types(jnp.promote_types(x.dtype, kernel.dtype), jnp.float32)
+    dtype = jnp.promote_types(_score_type(x), kernel.dtype)
     return contract(x.astype(dtype), kernel.astype(dtype), "... q m, m h -> ... q h")
 
 

@@ -15,7 +15,7 @@ import jaxattn as ja
 from jaxattn.axes import check_option
 
 
-def mohsa(overlap: int = 4, beyond_neighbours: bool = False) -> ja.HeadTransform:
+class mohsa(ja.HeadTransform):
     """Multi-overlapped-head self-attention.
 
     head i holds packed channels [i d - r, (i+1) d + r), zeros beyond both ends, in query, key and value;
@@ -41,13 +41,18 @@ def mohsa(overlap: int = 4, beyond_neighbours: bool = False) -> ja.HeadTransform
     Source: Zhang et al., 2024, section 3.2; the released code (its paper speaks of adjacent heads only,
     its code takes any r).
     """
-    if overlap < 0:
-        raise ValueError(f"mohsa: overlap = {overlap}, expected at least 0. Fix: 0 is plain MHA.")
 
-    def adapt(sizes: ja.Sizes) -> ja.Sizes:
-        spec = sizes.spec
+    overlap: int = 4
+    beyond_neighbours: bool = False
+
+    def __post_init__(self):
+        if self.overlap < 0:
+            raise ValueError(f"mohsa: overlap = {self.overlap}, expected at least 0. Fix: 0 is plain MHA.")
+
+    def adapt(self, sizes: ja.Sizes) -> ja.Sizes:
+        spec, overlap = sizes.spec, self.overlap
         sizes.refuse_shared_keys("mohsa")
-        if overlap > min(spec.d_qk, spec.d_v) and not beyond_neighbours:
+        if overlap > min(spec.d_qk, spec.d_v) and not self.beyond_neighbours:
             raise ValueError(
                 f"mohsa: overlap = {overlap} is above the head width (d_qk = {spec.d_qk}, d_v = {spec.d_v}), "
                 "so heads would read second neighbours. Fix: a smaller overlap, or beyond_neighbours=True."
@@ -62,21 +67,16 @@ def mohsa(overlap: int = 4, beyond_neighbours: bool = False) -> ja.HeadTransform
                 )
         return sizes.redefine("mohsa", output_width=spec.d_v + 2 * overlap)
 
-    def query_side(params, x, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
-        return side._replace(query=widen(side.query, overlap))
+    def query_side(self, params, x_q, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
+        return side._replace(query=widen(side.query, self.overlap))
 
-    def expand(side: ja.KeySide, at: ja.Site) -> ja.KeySide:
-        return side._replace(key=widen(side.key, overlap), value=widen(side.value, overlap))
+    def expand(self, side: ja.KeySide, at: ja.Site) -> ja.KeySide:
+        return side._replace(key=widen(side.key, self.overlap), value=widen(side.value, self.overlap))
 
-    def declare(at: ja.Site) -> ja.Declaration:
-        exact = (
-            ja.Upgrade(lambda mha, fresh: mha)
-            if overlap == 0
-            else ja.Upgrade(None, "neighbours' channels enter the scores")
-        )
-        return ja.Declaration(exchangeable=(), upgrade=exact)
-
-    return ja.HeadTransform("mohsa", adapt=adapt, query_side=query_side, expand=expand, declare=declare)
+    def declare(self, at: ja.Site) -> ja.Declaration:
+        same = ja.Upgrade(lambda mha, fresh: mha)
+        wider = ja.Upgrade(None, "neighbours' channels enter the scores")
+        return ja.Declaration(exchangeable=(), upgrade=wider if self.overlap else same)
 
 
 def widen(heads: Array, overlap: int) -> Array:

@@ -12,22 +12,11 @@ import jax.numpy as jnp
 
 import jaxattn as ja
 from jaxattn.axes import check_option, contract
-from jaxattn.transform import place
 
 DYNAMIC = ("pre_query", "pre_key", "post_query", "post_key")
 
 
-def talking_heads(
-    logit_heads: int | None = None,
-    softmax_heads: int | None = None,
-    value_heads: int | None = None,
-    pre: bool = True,
-    post: bool = True,
-    init: Literal["identity", "paper"] = "identity",
-    bias: bool = False,
-    dynamic: tuple[str, ...] = (),
-    dropout_over_queries: bool = False,
-) -> ja.HeadTransform:
+class talking_heads(ja.HeadTransform):
     """Talking-Heads attention.
 
     L[hs] = sum_hl J[hl] P_l[hl,hs];  W = softmax(L);  U[hv] = sum_hs W[hs] P_w[hs,hv];  no renormalising
@@ -38,7 +27,7 @@ def talking_heads(
     Args:
         logit_heads, softmax_heads, value_heads: H_k, H_s, H_v; default the heads of the spec.
         pre, post: whether heads are mixed before and after the softmax.
-        init: `"identity"` starts as MHA where head counts are equal; `"paper"` draws both maps,
+        start: `"identity"` starts as MHA where head counts are equal; `"paper"` draws both maps,
             normal with standard deviation 1/sqrt(heads in).
         bias: the biases of CaiT. The one before the softmax cancels in it; the one after it reaches
             visible pairs only, since weights are masked again.
@@ -59,15 +48,27 @@ def talking_heads(
 
     Source: Shazeer et al., 2020, sections 3 to 5; Touvron et al., 2021 (CaiT).
     """
-    check_option("talking_heads: init", init, ("identity", "paper"))
-    for name in dynamic:
-        check_option("talking_heads: dynamic", name, DYNAMIC)
-    stages = tuple(site for site, used in (("pre", pre), ("post", post)) if used)
-    for name in dynamic:
-        if name.split("_")[0] not in stages:
-            raise ValueError(f"talking_heads: dynamic {name!r} needs {name.split('_')[0]}=True.")
 
-    def adapt(sizes: ja.Sizes) -> ja.Sizes:
+    logit_heads: int | None = None
+    softmax_heads: int | None = None
+    value_heads: int | None = None
+    pre: bool = True
+    post: bool = True
+    start: Literal["identity", "paper"] = "identity"
+    bias: bool = False
+    dynamic: tuple[str, ...] = ()
+    dropout_over_queries: bool = False
+
+    def __post_init__(self):
+        check_option("talking_heads: start", self.start, ("identity", "paper"))
+        for name in self.dynamic:
+            check_option("talking_heads: dynamic", name, DYNAMIC)
+            site = name.split("_")[0]
+            if not getattr(self, site):
+                raise ValueError(f"talking_heads: dynamic {name!r} needs {site}=True.")
+
+    def adapt(self, sizes: ja.Sizes) -> ja.Sizes:
+        logit_heads, softmax_heads, value_heads = self.logit_heads, self.softmax_heads, self.value_heads
         if logit_heads is not None and logit_heads != sizes.logit_heads:
             keys = logit_heads if sizes.key_heads == sizes.query_heads else sizes.key_heads
             sizes = sizes.redefine(
@@ -79,95 +80,90 @@ def talking_heads(
                 output_heads=logit_heads,
             )
         shared = sizes.value_heads != sizes.spec.heads
-        if pre:
+        if self.pre:
             sizes = sizes.claim(pre=softmax_heads or sizes.softmax_heads)
         elif softmax_heads not in (None, sizes.softmax_heads):
             raise ValueError(
                 f"talking_heads: softmax_heads = {softmax_heads} differs from logit heads = "
                 f"{sizes.softmax_heads}, but pre=False. Fix: pre=True."
             )
-        if post:
+        if self.post:
             sizes = sizes.claim(post=value_heads or sizes.spec.heads)
         elif value_heads not in (None, sizes.output_heads):
             raise ValueError(
                 f"talking_heads: value_heads = {value_heads} differs from softmax heads = "
                 f"{sizes.output_heads}, but post=False. Fix: post=True."
             )
-        return sizes if shared else sizes._replace(value_heads=sizes.output_heads)
+        return sizes if shared else sizes.replace(value_heads=sizes.output_heads)
 
-    def stage_of(at: ja.Site, site: str) -> tuple[ja.Stage, int]:
-        claimed, index = (at.sizes.pre, at.pre) if site == "pre" else (at.sizes.post, at.post)
-        assert index is not None
-        return claimed[index], index
-
-    def init_params(rng, at: ja.Site, dtype):
+    def init(self, rng, at: ja.Site, dtype):
         params = {}
         widths = {"query": at.sizes.spec.in_q, "key": at.sizes.spec.in_k}
-        for site in stages:
-            (i, o), _ = stage_of(at, site)
+        for which, (i, o) in at.stages.items():
             leaves = {"kernel": jnp.eye(i, o, dtype=dtype)}
-            if init == "paper":
+            if self.start == "paper":
                 kernel_key = jax.random.fold_in(rng, len(params))
                 leaves["kernel"] = jax.random.normal(kernel_key, (i, o), dtype) / jnp.sqrt(i).astype(dtype)
-            if bias:
+            if self.bias:
                 leaves["bias"] = jnp.zeros(o, dtype)
             for side, width in widths.items():
-                if f"{site}_{side}" in dynamic:
-                    leaf_key = jax.random.fold_in(rng, 2 + DYNAMIC.index(f"{site}_{side}"))
+                if f"{which}_{side}" in self.dynamic:
+                    leaf_key = jax.random.fold_in(rng, 2 + DYNAMIC.index(f"{which}_{side}"))
                     leaves[side] = (
                         0.1 / (width * i) ** 0.5 * jax.random.normal(leaf_key, (width, i, o), dtype)
                     )
-            params[site] = leaves
+            params[which] = leaves
         return params
 
-    def factors(params, x, side, at: ja.Site, which: str):
-        for site in stages:
-            if which in params[site]:
-                kernel = params[site][which]
-                dense = contract(x, kernel.astype(x.dtype), "... n m, m i o -> ... n i o")
-                placed = place(getattr(side, site), stage_of(at, site)[1], ja.Factors(dense=dense))
-                side = side._replace(**{site: placed})
-        return side
+    def query_side(self, params, x_q, side: ja.QuerySide, at: ja.Site) -> ja.QuerySide:
+        return at.fill(side, **_factors(params, x_q, "query"))
 
-    def coupling(params, coupling: ja.Coupling, at: ja.Site) -> ja.Coupling:
-        changes = {}
-        for site in stages:
-            mix = ja.Mix(params[site]["kernel"], params[site].get("bias"))
-            changes[site] = place(getattr(coupling, site), stage_of(at, site)[1], mix)
-        if dropout_over_queries:
-            changes["dropout_shared"] = (*coupling.dropout_shared, "q")
-        return dataclasses.replace(coupling, **changes)
+    def key_side(self, params, x_k, side: ja.KeySide, at: ja.Site) -> ja.KeySide:
+        return at.fill(side, **_factors(params, x_k, "key"))
 
-    def declare(at: ja.Site) -> ja.Declaration:
+    def coupling(self, params, coupling: ja.Coupling, at: ja.Site) -> ja.Coupling:
+        mixes = {which: ja.Mix(own["kernel"], own.get("bias")) for which, own in params.items()}
+        if self.dropout_over_queries:
+            shared = (*coupling.dropout_shared, "q")
+            coupling = dataclasses.replace(coupling, dropout_shared=shared)
+        return at.fill(coupling, **mixes)
+
+    def declare(self, at: ja.Site) -> ja.Declaration:
         kinds = {"pre": ("hl", "hs"), "post": ("hs", "hv")}
         axes = {}
-        for site in stages:
-            i, o = kinds[site]
+        stages = at.stages
+        for which in stages:
+            i, o = kinds[which]
             leaves = {"kernel": f"{i} {o}"}
-            if bias:
+            if self.bias:
                 leaves["bias"] = o
-            leaves |= {s: f"m {i} {o}" for s in ("query", "key") if f"{site}_{s}" in dynamic}
-            axes[site] = leaves
-        square = all(i == o for (i, o), _ in (stage_of(at, site) for site in stages))
+            leaves |= {s: f"m {i} {o}" for s in ("query", "key") if f"{which}_{s}" in self.dynamic}
+            axes[which] = leaves
 
         def upgrade(mha, fresh):
             own = {}
-            for site in stages:
-                leaves = jax.tree.map(jnp.zeros_like, fresh["heads"]["talking_heads"][site])
-                own[site] = leaves | {
-                    "kernel": jnp.eye(leaves["kernel"].shape[0], dtype=leaves["kernel"].dtype)
-                }
-            return mha | {"heads": mha["heads"] | {"talking_heads": own}}
+            for which, leaves in fresh["heads"][at.name].items():
+                kernel = leaves["kernel"]
+                zeros = jax.tree.map(jnp.zeros_like, leaves)
+                own[which] = zeros | {"kernel": jnp.eye(kernel.shape[0], dtype=kernel.dtype)}
+            return mha | {"heads": mha["heads"] | {at.name: own}}
 
+        square = all(i == o for i, o in stages.values())
         exact = ja.Upgrade(upgrade) if square else ja.Upgrade(None, "head counts differ from those of MHA")
-        return ja.Declaration(axes=axes, upgrade=exact)
+        return ja.Declaration(axes=axes, upgrade=exact, idle=self._idle(at))
 
-    return ja.HeadTransform(
-        "talking_heads",
-        adapt=adapt,
-        init=init_params,
-        query_side=lambda params, x, side, at: factors(params, x, side, at, "query"),
-        key_side=lambda params, x, side, at: factors(params, x, side, at, "key"),
-        coupling=coupling,
-        declare=declare,
-    )
+    def _idle(self, at: ja.Site) -> dict[str, str]:
+        plain = at.sizes.spec.softcap is None and len(at.sizes.pre) == 1
+        if self.bias and self.pre and plain:
+            return {"pre/bias": "it is added to every key's logit alike, so it cancels in the softmax"}
+        return {}
+
+
+def _factors(params, x, side: str) -> dict[str, ja.Factors]:
+    """The whole matrix that each row of x [..., n, m] adds to a stage, where it has one."""
+    made = {}
+    for which, own in params.items():
+        if side in own:
+            kernel = own[side].astype(x.dtype)
+            made[which] = ja.Factors(dense=contract(x, kernel, "... n m, m i o -> ... n i o"))
+    return made

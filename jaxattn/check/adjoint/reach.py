@@ -11,7 +11,6 @@ from jax import Array
 from jaxattn.attention import Attention
 from jaxattn.check.adjoint.point import Point, generator
 from jaxattn.check.verdict import Verdict, enable_x64, lookup, named_leaves, verdicts
-from jaxattn.transform import HeadTransform
 
 
 class Null(NamedTuple):
@@ -148,7 +147,7 @@ def axes_of(attn: Attention) -> dict[str, str]:
         named |= {f"{name}/kernel": f"m h {width}", f"{name}/bias": f"h {width}"}
     for link, site in zip(attn.links, attn.sites, strict=True):
         declared = link.declare(site)
-        named |= declared.core | dict(named_leaves(declared.axes, f"heads/{link.name}"))
+        named |= declared.core | dict(named_leaves(declared.axes, f"heads/{site.name}"))
     return named
 
 
@@ -184,7 +183,8 @@ def nulls_of(attn: Attention) -> tuple[Null, ...]:
 
         form = jax.jit(form)
         before = form(params)
-        own_finish = [link.name for link in attn.links if link.finish is not HeadTransform().finish]
+        linked = zip(attn.links, attn.sites, strict=True)
+        own_finish = [site.name for link, site in linked if link.overrides("finish")]
         leaves, tree = jax.tree.flatten(params)
         found: dict[str, dict[str, Any]] = {}
         for i, (path, leaf) in enumerate(named_leaves(params)):

@@ -1,5 +1,7 @@
 """Laws of rotary positions: what a turn keeps, what scores of turned rows say, and of which row."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,7 @@ def turned_pairs(subject, sizes):
     got = turn(subject, x, positions)
     other = "adjacent" if subject.rotary.pairs == "half" else "half"
     known = {
-        f"its pairs are {other}": expected(subject.rotary._replace(pairs=other), x, positions),
+        f"its pairs are {other}": expected(dataclasses.replace(subject.rotary, pairs=other), x, positions),
         "it turns backwards": expected(subject.rotary, x, -positions),
         "rows are counted from 1": expected(subject.rotary, x, positions + 1),
     }

@@ -181,7 +181,7 @@ def with_projections(
 ) -> Stages:
     """The formula with this attention's own projections and output; transforms add theirs by their hooks."""
     spec, z = attn.spec, attn.sizes
-    own = [(link, params["heads"].get(link.name, {}), site) for link, site in
+    own = [(link, params["heads"].get(site.name, {}), site) for link, site in
            zip(attn.links, attn.sites, strict=True)]  # fmt: skip
 
     def real(x, side):

@@ -92,7 +92,7 @@ def trace(
 
         def finish(heads):
             for link, site in zip(attn.links, attn.sites, strict=True):
-                heads = link.finish(params["heads"].get(link.name, {}), heads, query_side, site)
+                heads = link.finish(params["heads"].get(site.name, {}), heads, query_side, site)
             return heads
 
         heads, captured = attend(
