@@ -200,6 +200,7 @@ def fit(
     """
     asked = plan.options
     folder.write_json(plan.folder / "config.json", config(plan))
+    folder.rewind(plan.folder / "metrics.jsonl", 0)
     calls = len(asked.seeds) * len(runners) * asked.training.steps // chunk(asked.training)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in runners}
     with screen.progress(calls, unit="call") as steps:

@@ -63,7 +63,7 @@ class Checkpoints:
         """
         path = self._path(step)
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 table = json.loads(str(file["arr_0"]))
                 return {
                     name: file[f"arr_{place}"].view(jnp.dtype(dtype)).reshape(shape)
@@ -115,7 +115,7 @@ def named(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
 
 
-def differences(had: dict[str, str], wanted: dict[str, str], most: int = 6) -> list[str]:
+def differences(had: dict[str, str], wanted: dict[str, str], most: int = 20) -> list[str]:
     """What differs between two tables, a phrase for each name.
 
     >>> differences({"a": "f[3]", "b": "f[1]"}, {"a": "f[4]", "c": "f[1]"})

@@ -11,6 +11,7 @@ lock             of the process that writes now
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,8 +51,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Add lines to a log in one piece."""
-    with naming(path), path.open("a") as log:
+    """Add lines to a log that exists (`rewind`) in one piece; where its folder was removed none is made."""
+    with naming(path), open(path, "a", opener=lambda name, flags: os.open(name, flags & ~os.O_CREAT)) as log:
         log.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
 
 
@@ -258,6 +259,7 @@ def run(
         Stopped: `stop` was asked to end; the last step is saved.
     """
     stop = stop or Stop()
+    log.touch()
     while (first := int(state.step)) < steps:
         last = min(first - first % chunk + chunk, steps)
         examples, inputs = zip(*map(batches, range(first, last)), strict=True)

@@ -198,8 +198,8 @@ def generate(model: Model, params: Params, prompt: np.ndarray, count: int, rng: 
 def described(params: Mapping[str, Any]) -> dict[str, str]:
     """Type and shape of each leaf, to compare two trees.
 
-    >>> described({"norm/scale": jnp.ones(3)})
-    {'norm/scale': 'float32[3]'}
+    >>> described({"norm/scale": jnp.ones(3, jnp.bfloat16)})
+    {'norm/scale': 'bfloat16[3]'}
     """
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in params.items()}
 

@@ -4,14 +4,17 @@ A variant is a name of the registry, or `my.module:factory`, found from the curr
 `HeadTransform`, a function without required arguments that makes one, or one that is made already.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
+import io
 import itertools
 import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -201,7 +204,7 @@ def complete(base: type[Asked], names: Sequence[str]) -> type[Asked]:
         kind: Any = type(transform)
         default: Any = transform
         if schedule is not None:
-            parts = [("transform", transform), ("schedule", schedule())]
+            parts = [("transform", default), ("schedule", schedule())]
             kind = dataclasses.make_dataclass(
                 kind.__name__,
                 [(part, _merged(type(value)), dataclasses.field(default=value)) for part, value in parts],
@@ -216,21 +219,49 @@ def complete(base: type[Asked], names: Sequence[str]) -> type[Asked]:
     return cast(type[Asked], made)
 
 
+def _values(made: Any) -> dict[str, Any]:
+    return {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+
+
 def _merged(kind: type) -> Any:
     return Annotated[kind, tyro.conf.arg(name="")]
 
 
 def _field(name: str) -> str:
     """Of a variant in the options; no option of a script has such a name."""
-    return "of_" + "".join(c if c.isalnum() else "_" for c in name)
+    return prefix(name).replace("-", "_") + "_options"
 
 
 def parse(default: Asked, description: str, argv: Sequence[str]) -> Asked:
-    """Read the command line over `default`; what tyro or a variant refuses ends the process with code 2."""
-    try:
+    """Read the command line over `default`.
+
+    What tyro refuses ends the process with code 2; what a variant refuses, in a line of its own words.
+    """
+
+    def read() -> Asked:
         return tyro.cli(type(default), description=description, default=default, args=argv)
-    except ValueError as error:
-        raise misused(str(error)) from None
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return read()
+        except SystemExit as end:
+            if not end.code:
+                raise
+            refusal = _refusal(end)
+    if refusal is not None:
+        raise SystemExit(f"{os.path.basename(sys.argv[0])}: {refusal}")
+    return read()  # again, for its message
+
+
+def _refusal(end: BaseException) -> ValueError | None:
+    """The error of a variant's own checks that made tyro end, if it was one: tyro would put it into a box."""
+    cause = end.__context__
+    while cause is not None:
+        frames = list(traceback.walk_tb(cause.__traceback__))
+        if type(cause) is ValueError and not frames[-1][0].f_globals.get("__name__", "").startswith("tyro"):
+            return cause
+        cause = cause.__context__
+    return None
 
 
 def misused(message: str) -> SystemExit:
@@ -284,8 +315,9 @@ def settings(options: Any, name: str) -> dict[str, Any]:
     group = getattr(options, _field(name), None)
     if group is None:
         return {}
-    parts = [group.transform, group.schedule] if name in SCHEDULES else [group]
-    values = {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
+    values = {}
+    for part in [group.transform, group.schedule] if name in SCHEDULES else [group]:
+        values |= _values(part)
     return json.loads(json.dumps(values, default=repr))
 
 
