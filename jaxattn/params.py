@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -191,15 +191,17 @@ def _likely(want: dict[str, tuple[int, ...]], got: dict[str, Any]) -> str:
     links = {path.split("/")[1] for path in got if path.startswith("heads/")}
     own = {path.split("/")[1] for path in want if path.startswith("heads/")}
     core = all(path in got for path in want if not path.startswith("heads/"))
-    shape_of: Callable[[str], tuple[int, ...]] = lambda path: tuple(getattr(got.get(path), "shape", ()))
+
+    def shape_of(path: str) -> tuple[int, ...]:
+        return tuple(getattr(got.get(path), "shape", ()))
+
     cause = None
     if got and all(path.startswith("params/") for path in got):
         cause = "these are Flax variables; their tree is variables['params']"
     elif words & OF_OTHERS and not core:
         cause = (
-            f"these are names of another library ({', '.join(sorted(words & OF_OTHERS))}); the groups here "
-            f"are "
-            "query, key, value [m, h, d] and out [h, v, m]"
+            f"these are names of another library ({', '.join(sorted(words & OF_OTHERS))}); here the groups "
+            "are query, key, value, with kernel [m, h, d], and out, with kernel [h, v, m]"
         )
     elif links - own:
         cause = f"the tree holds the leaves of another transform ({', '.join(sorted(links - own))})"
@@ -225,4 +227,7 @@ def _likely(want: dict[str, tuple[int, ...]], got: dict[str, Any]) -> str:
     elif any("_ln/" in path for path in set(got) ^ set(want)):
         missing = "out" if any("_ln/" in p for p in set(want) - set(got)) else ""
         cause = f"the tree was made with{missing} head norms (HeadSpec.qk_norm)"
+    elif set(want) <= set(got):
+        extra = sorted({path.split("/")[0] for path in set(got) - set(want)})
+        cause = f"leaves of your own; attention(..., allow={tuple(extra)!r}) takes trees that hold them"
     return "" if cause is None else f"Likely: {cause}.\n"
