@@ -69,8 +69,10 @@ def unbroken(text_file, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "module",
-    [batches, checkpoints, facts, folder, model, options, plays, record, report, screen, stop, train]
-    + [compare, sample, train_variant],
+    [
+        *(batches, checkpoints, facts, folder, model, options, plays, record, report, screen, stop, train),
+        *(compare, sample, train_variant),
+    ],
 )
 def test_examples_in_docstrings_hold(module):
     assert doctest.testmod(module).failed == 0

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 import variants
-from experiments import compare, sample, train_variant
+from experiments import compare, sample, scale_sweep, train_variant
 from experiments.lib import checkpoints, facts, folder, lock, screen, stop, train
 
 ROOT = Path(__file__).parents[1]
-TINY = "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --evaluate-every 2 --save-every 2 --sample 40".split()
+SIZES = "--layers 1 --width 16 --heads 2 --context 8 --batch 2".split()
+TINY = [*SIZES, *"--evaluate-every 2 --save-every 2 --sample 40".split()]
 LONG = "--steps 3000000 --evaluate-every 100000 --save-every 100000".split()
 
 
@@ -136,7 +137,9 @@ def test_r2_27_a_second_process_is_refused_and_each_step_comes_once(text, tmp_pa
     with pytest.raises(SystemExit, match=rf"{out} is in use by pid {again.pid} on \S+, since"):
         train_variant.main([*arguments, "--resume"])
     with pytest.raises(SystemExit, match="is in use by pid"):
-        compare.main([*TINY[:10], "--variants", "mha", "--steps", "4", "--text-file", text, "--out", str(out)])
+        compare.main([*SIZES, "--variants", "mha", "--text-file", text, "--out", str(out)])
+    with pytest.raises(SystemExit, match="is in use by pid"):
+        scale_sweep.main(scale_sweep.Options(quick=True, out=out))
     until(again, r"^step \d+ of")
     again.kill()
     again.communicate()
@@ -201,10 +204,10 @@ def test_every_signal_saves_first(number, text, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_variant.py", "compare.py"])
 def test_an_output_that_closes_is_one_line(script, text, tmp_path):
-    train_ones = script.startswith("train")
-    arguments = [*TINY, *LONG, "--evaluate-every", "1000"] if train_ones else [*TINY[:10], "--variants", "mha"]
+    trains = script.startswith("train")
+    arguments = [*TINY, *LONG, "--evaluate-every", "1000"] if trains else [*SIZES, "--variants", "mha"]
     process = start(*arguments, "--text-file", text, "--out", str(tmp_path / "run"), script=script)
-    until(process, r"^step \d+ of" if train_ones else "^compiling")
+    until(process, r"^step \d+ of" if trains else "^compiling")
     process.stdout.close()
     process.stdout = None
     refused(process, "standard output: Broken pipe")
@@ -242,7 +245,9 @@ def test_a_stopped_run_gives_the_numbers_of_an_unbroken_one(text, done, tmp_path
             train_variant.main([*command, str(out)])
     assert steps_of(out) == [1]
     train_variant.main([*command, str(out), "--resume"])
-    for one, other in zip(*(folder.read(p / "metrics.jsonl") for p in (out, tmp_path / "whole")), strict=True):
+    for one, other in zip(
+        *(folder.read(p / "metrics.jsonl") for p in (out, tmp_path / "whole")), strict=True
+    ):
         assert one | {"seconds": 0} == other | {"seconds": 0}
 
 
@@ -252,7 +257,9 @@ def test_a_stop_that_fails_to_save_says_what_is_saved(text, tmp_path, monkeypatc
 
     out = tmp_path / "run"
     monkeypatch.setattr(checkpoints.Checkpoints, "save", full)
-    with pytest.raises(SystemExit, match=r"No space left on device: '.*/run/checkpoints/2.npz'; --resume starts"):
+    with pytest.raises(
+        SystemExit, match=r"No space left on device: '.*/run/checkpoints/2.npz'; --resume starts"
+    ):
         train_variant.main([*TINY, "--steps", "4", "--text-file", text, "--out", str(out)])
 
 
@@ -261,7 +268,9 @@ def test_device_memory_that_ends_is_one_line(text, tmp_path, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile allocating")
 
     monkeypatch.setattr(train.Programs, "ready", refuse)
-    with pytest.raises(SystemExit, match="the device refused: RESOURCE_EXHAUSTED: Out of memory; --resume starts"):
+    with pytest.raises(
+        SystemExit, match="the device refused: RESOURCE_EXHAUSTED: Out of memory; --resume starts"
+    ):
         train_variant.main([*TINY, "--text-file", text, "--out", str(tmp_path / "run")])
 
 
@@ -346,7 +355,10 @@ def test_a_checkpoint_keeps_types_and_bits(tmp_path):
     [
         (state(jnp.bfloat16), r"params/a/b: saved float64\[3, 2\], asked for bfloat16\[3, 2\]"),
         (state(jnp.float32), r"mu/a/b: saved float64\[3, 2\], asked for float32"),
-        (state(**{"a/c": jnp.ones((3, 2))}), r"params/a/b: saved float64\[3, 2\], not asked for.*a/c: asked for"),
+        (
+            state(**{"a/c": jnp.ones((3, 2))}),
+            r"params/a/b: saved float64\[3, 2\], not asked for.*a/c: asked for",
+        ),
         (state(**{"a/b": jnp.ones((3, 4))}), r"saved float64\[3, 2\], asked for float64\[3, 4\]"),
     ],
 )
@@ -360,8 +372,13 @@ def test_restore_casts_nothing_and_names_the_leaf(like, message, tmp_path):
 def test_restore_does_not_narrow_where_the_process_has_no_doubles(tmp_path):
     with folder.checkpoints(tmp_path) as manager:
         folder.save(manager, state(jnp.float64))
-        like = jax.tree.map(np.asarray, state(jnp.float64)._replace(rng=jax.random.key_data(jax.random.key(3))))
-        with jax.enable_x64(False), pytest.raises(ValueError, match="a/b was saved as float64.*JAX_ENABLE_X64"):
+        like = jax.tree.map(
+            np.asarray, state(jnp.float64)._replace(rng=jax.random.key_data(jax.random.key(3)))
+        )
+        with (
+            jax.enable_x64(False),
+            pytest.raises(ValueError, match="a/b was saved as float64.*JAX_ENABLE_X64"),
+        ):
             manager.restore_like(0, like)
 
 
@@ -458,7 +475,9 @@ def test_a_run_is_known_by_its_content(text, done, tmp_path, monkeypatch, capsys
     for steps in ("4", "6"):
         train_variant.main([*command, "--steps", steps])
         assert "written to runs/any name" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"the newest, runs/.*, has sizes.layers = 1, got 2; name its folder"):
+    with pytest.raises(
+        SystemExit, match=r"the newest, runs/.*, has sizes.layers = 1, got 2; name its folder"
+    ):
         train_variant.main([*command, "--steps", "6", "--layers", "2"])
 
 
@@ -582,7 +601,7 @@ def test_a_variant_of_ones_own(own, text, tmp_path, capsys):
     plan = train_variant.parse(["--variant", f"{own}:one_head", "--one-head.shared", "1"])
     assert plan.one_head_options == variants.moh(shared=1, top_k=1)
     names = ["--variants", f"{own}:head_scale", "--head-scale.at-first", "3"]
-    compare.main([*TINY[:10], *names, "--steps", "2", "--seeds", "0", "--text-file", text, "--out", "two"])
+    compare.main([*SIZES, *names, "--steps", "2", "--seeds", "0", "--text-file", text, "--out", "two"])
     rows = json.loads(Path("two/results.json").read_text())
     assert [row["variant"] for row in rows] == ["mha", f"{own}:head_scale"]
     assert rows[1]["settings"] == "at_first=3.0"
@@ -605,19 +624,19 @@ def test_a_variant_of_ones_own(own, text, tmp_path, capsys):
 @pytest.mark.parametrize("script", [train_variant, compare])
 def test_a_variant_that_is_not_there_is_one_line(script, name, message, own, capsys):
     with pytest.raises(SystemExit) as refusal:
-        script.main([*TINY[:10], "--variants" if script is compare else "--variant", name])
+        script.main([*SIZES, "--variants" if script is compare else "--variant", name])
     told = capsys.readouterr().err
     assert refusal.value.code == 2 and message in told and told.count("\n") == 1
 
 
 def test_repeated_seeds_are_refused(text, tmp_path):
     with pytest.raises(SystemExit, match="--seeds: got 1 twice, expected different seeds"):
-        compare.main([*TINY[:10], "--seeds", "1", "0", "1", "--text-file", text, "--out", str(tmp_path / "no")])
+        compare.main([*SIZES, "--seeds", "1", "0", "1", "--text-file", text, "--out", str(tmp_path / "no")])
     assert not (tmp_path / "no").exists()
 
 
 def test_compare_recommends_what_it_has(text, done, tmp_path):
-    command = [*TINY[:10], "--variants", "mha", "--text-file", text, "--out", str(done)]
+    command = [*SIZES, "--variants", "mha", "--text-file", text, "--out", str(done)]
     with pytest.raises(SystemExit, match="holds a run already; compare.py does not go on") as refusal:
         compare.main(command)
     assert "--resume" not in str(refusal.value)

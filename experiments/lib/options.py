@@ -191,7 +191,7 @@ def complete(base: type[Asked], names: Sequence[str]) -> type[Asked]:
     """
     fields, taken = [], {}
     for name in names:
-        transform = usual(name)
+        transform: Any = usual(name)
         schedule = SCHEDULES.get(name)
         if not dataclasses.fields(transform) and schedule is None:
             continue
@@ -347,7 +347,7 @@ def rebuilt(name: str, settings: dict[str, Any], layers: int) -> list[ja.HeadTra
         known = {field.name for field in dataclasses.fields(kind)}
         return {k: _tuples(v) for k, v in settings.items() if k in known}
 
-    transform = usual(name)
+    transform: Any = usual(name)
     transform = dataclasses.replace(transform, **own(transform))
     schedule = SCHEDULES.get(name)
     return [transform] * layers if schedule is None else schedule(**own(schedule)).layers(transform, layers)
