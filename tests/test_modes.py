@@ -410,4 +410,6 @@ def test_flax_shows_splits_and_merges_a_layer(name, capsys):
     graph, state = nnx.split(layer)
     want = layer(x)
     np.testing.assert_array_equal(nnx.merge(graph, state)(x), want)
-    np.testing.assert_array_equal(table.jit(lambda state: nnx.merge(graph, state)(x))(state).shape, want.shape)
+    np.testing.assert_array_equal(
+        table.jit(lambda state: nnx.merge(graph, state)(x))(state).shape, want.shape
+    )
