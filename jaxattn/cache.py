@@ -192,7 +192,7 @@ class Cache:
                     f"expected at most {longest}. Fix: shorter chunks, or size = window + chunk - 1."
                 )
             at = (slice(None),) * axis + ((self.count + jnp.arange(n)) % self.size,)
-            written = jax.tree.map(lambda old, new: old.at[at].set(new), self.side, side)
+            written = jax.tree.map(lambda old, new: jnp.asarray(old).at[at].set(new), self.side, side)
             return dataclasses.replace(self, side=written, count=self.count + n)
         refused = self.refused | (self.count + n > self.size)
         if not isinstance(refused, Tracer) and bool(refused):
