@@ -98,8 +98,8 @@ def manifest(
     drawn = dropout_key is not None
     rates = [rate if drawn else 0.0 for rate in (call.coupling.dropout, call.coupling.head_dropout)]
     asked = as_mask(mask)
-    stood = isinstance(x_kv, KeySide) and x_kv.valid is not None
-    untold = bias is not None or positions is not None or remask or stood or len(call.batch) > 1
+    padded = isinstance(x_kv, KeySide) and x_kv.valid is not None
+    untold = bias is not None or positions is not None or remask or padded or len(call.batch) > 1
     told = not untold and _one(call.heads) is not None
     return form.Manifest(
         manifest_id=manifest_id,

@@ -180,6 +180,33 @@ class TestTheMachine:
         assert states == [Life.ATTACHED, Life.SOURCE_BOUND, Life.PROJECTED_EPHEMERAL]
 
 
+def test_another_attention_s_parameters_are_refused_at_every_entry():
+    """A tree that does not fit names its path, and the memory is as it was."""
+    attn, params, x_q, source = made()
+    _, wrong = cases.variant("talking_heads", SPEC)
+    attempts = {}
+    bound, _ = standing(Life.SOURCE_BOUND)
+    attempts["project"] = bound, lambda: bound.project(wrong, projection_version=1)
+    attempts["project for training"] = (
+        bound,
+        lambda: bound.project(wrong, projection_version=1, training=True),
+    )
+    for way in ("share", "expand"):
+        memory, expected = beams(way)
+        attempts[way] = memory, lambda m=memory, e=expected: m.attend(wrong, x_q, expected=e)
+    memory, expected = attached()
+    attempts["attached"] = memory, lambda: memory.attend(wrong, x_q[:B], expected=expected)
+    attempts["expected_identity"] = memory, lambda: expected_identity(attn, wrong, source, NAMED)
+    for name, (memory, attempt) in attempts.items():
+        life, side = memory.life, memory._side
+        with pytest.raises(
+            ValueError, match=r"params: .* from the tree of attention[^$]*heads/talking_heads"
+        ):
+            attempt()
+        assert memory.life is life and memory._side is side, name
+    bound.project(params, projection_version=1)
+
+
 class TestIdentity:
     @pytest.mark.parametrize("field", Identity._fields)
     def test_one_field_alone_is_enough(self, field):
