@@ -101,8 +101,8 @@ def _write_dataclass(node: type, name: str) -> None:
     def read(data: bytes) -> dict[str, Any]:
         return {n: _value(v) for n, v in json.loads(data).items()}
 
-    def build(facts: dict[str, Any], children: Sequence[Any]) -> Any:
-        return node(**facts, **dict(zip(arrays, children, strict=True)))
+    def build(aux_data: Any, children: Sequence[Any]) -> Any:
+        return node(**aux_data, **dict(zip(arrays, children, strict=True)))
 
     export.register_pytree_node_serialization(
         node, serialized_name=name, serialize_auxdata=write, deserialize_auxdata=read, from_children=build
@@ -138,8 +138,8 @@ def _value(plain: Any) -> Any:
         return tuple(map(_value, plain))
     if not isinstance(plain, dict):
         return plain
-    where = plain.get("is", plain.get("made"))
-    found = _named(where)
+    where: str = plain.get("is") or plain["made"]
+    found: Any = _named(where)
     if found is None:
         raise ValueError(
             f"jax.export: the program needs {where}, which is not there. Fix: import its module before "
@@ -147,12 +147,15 @@ def _value(plain: Any) -> Any:
         )
     if "is" in plain:
         return found
-    if not dataclasses.is_dataclass(found) or sorted(plain["of"]) != sorted(_names(found)):
+    options = {n: _value(v) for n, v in plain["of"].items()}
+    # Only a dataclass with these very fields is called: bytes must not call anything else.
+    known = _names(found) if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+    if known is None or sorted(known) != sorted(options):
         raise ValueError(
             f"jax.export: the program needs {where} with the fields {', '.join(plain['of'])}; it has "
             "changed. Fix: export the program again."
         )
-    return found(**{n: _value(v) for n, v in plain["of"].items()})
+    return found(**options)
 
 
 def _names(kind: Any) -> list[str]:

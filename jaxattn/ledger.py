@@ -134,15 +134,18 @@ def ledger(
             f"ledger: cached = {cached} of k_len = {k_len} rows. Fix: k_len counts old and new rows together."
         )
     if params is None:
-        params = jax.eval_shape(lambda: attn.init(jax.random.key(0), dtype))
-    attn.check_params(params)
+        tree = jax.eval_shape(lambda: attn.init(jax.random.key(0), dtype))
+    else:
+        tree = params
+        attn.check_params(tree)
     x_q = ShapeDtypeStruct((batch, q_len, spec.in_q), dtype)
-    source = lambda rows: tuple(ShapeDtypeStruct((*rows, m), dtype) for m in (spec.in_k, spec.in_v))
-    query = jax.eval_shape(lambda p, x: attn.query_side(p, x, routed=routed), params, x_q)
-    stored = jax.eval_shape(attn.key_side, params, source((batch, k_len)))
+    state = lambda rows, m: ShapeDtypeStruct((*rows, m), dtype)
+    source = lambda *rows: (state(rows, spec.in_k), state(rows, spec.in_v))
+    query = jax.eval_shape(lambda p, x: attn.query_side(p, x, routed=routed), tree, x_q)
+    stored = jax.eval_shape(attn.key_side, tree, source(batch, k_len))
     key = jax.eval_shape(attn.expand, stored)
-    coupling = jax.eval_shape(attn.coupling, params)
-    out_kernel, new = params["out"]["kernel"], batch * (k_len - cached)
+    coupling = jax.eval_shape(attn.coupling, tree)
+    out_kernel, new = tree["out"]["kernel"], batch * (k_len - cached)
     stages = _stages(query, key, coupling, batch * q_len * k_len)
     if routed:
         active, heads = query.query.shape[-2], logit_heads(query)
@@ -157,10 +160,10 @@ def ledger(
 
     terms = Counter({
         "query projection": work.query * spec.in_q * attn.sizes.qk_width,
-        "key projection": new * math.prod(params["key"]["kernel"].shape),
-        "value projection": new * math.prod(params["value"]["kernel"].shape),
+        "key projection": new * math.prod(tree["key"]["kernel"].shape),
+        "value projection": new * math.prod(tree["value"]["kernel"].shape),
     })  # fmt: skip
-    terms += hook_macs(attn, params, x_q, source((batch, k_len - cached)), query, stored, cached > 0)
+    terms += hook_macs(attn, tree, x_q, source(batch, k_len - cached), query, stored, cached > 0)
     terms += Counter(stages.macs) + Counter({
         "scores": work.scores * query.query.shape[-1],
         "values": work.weights * key.value.shape[-1],
@@ -170,7 +173,7 @@ def ledger(
     if query.gate is not None:
         products["gates"] = batch * q_len * stages.heads * key.value.shape[-1]
     changed = trace_named(lambda side: attn.expand(side)._asdict(), stored).changed
-    made = jax.eval_shape(attn.key_side, params, source((batch, k_len - cached)))
+    made = jax.eval_shape(attn.key_side, tree, source(batch, k_len - cached))
     made = made._replace(**{name: getattr(key, name) for name in changed})  # whole, whenever it is read
     activations = {
         **_elements("query side", query._replace(notes={})),
@@ -179,7 +182,7 @@ def ledger(
         "heads": batch * q_len * stages.heads * key.value.shape[-1],
         "output": batch * q_len * out_kernel.shape[-1],
     }
-    kept = _once(params)
+    kept = _once(tree)
     return Ledger(
         sizes=dict(batch=batch, q_len=q_len, k_len=k_len, cached=cached, logit_heads=heads),
         parameters={name: _size(leaves) for name, leaves in kept.items()},
@@ -187,7 +190,7 @@ def ledger(
         products=products,
         activations=activations,
         score_elements=work.scores,
-        cache_elements=_size(jax.eval_shape(attn.key_side, params, source((1,)))),
+        cache_elements=_size(jax.eval_shape(attn.key_side, tree, source(1))),
         parameter_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kept)),
         heads=dict(executed=stages.heads, active=attn.sizes.active_heads or stages.heads),
     )

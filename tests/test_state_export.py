@@ -204,3 +204,27 @@ def test_rules_that_another_process_cannot_find_are_refused_by_field():
         jax.export.deserialize(bytearray(bytes(program).replace(where, where[:-1] + b"X")))
     with pytest.raises(ValueError, match="with the fields more, between; it has changed"):
         jax.export.deserialize(bytearray(bytes(program).replace(b'"most"', b'"more"')))
+
+
+def test_bytes_call_nothing_but_a_dataclass_of_these_fields():
+    """What a module has by a name that the bytes give could be any function."""
+    read = ja.export._value
+    assert read({"made": f"{Clipped.__module__}:Clipped", "of": {"most": 2, "between": [1.0]}}) == Clipped(
+        2, (1.0,)
+    )
+    for where in ("os:getcwd", "os:abort", "subprocess:Popen"):
+        with pytest.raises(ValueError, match=f"needs {where} with the fields"):
+            read({"made": where, "of": {}})
+
+
+def test_a_step_is_shipped_for_any_batch():
+    attn, params, cache, x = made(variants.dcmha())
+    (batch,) = jax.export.symbolic_shape("b")
+    of_any = lambda leaf: jax.ShapeDtypeStruct((batch, *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype)
+    decode = functools.partial(attn.decode, engine="dense")
+    step = through_bytes(decode, params, jax.tree.map(of_any, cache), of_any(x))
+    two, rows = attn.empty_cache(2, 6), jnp.concatenate([x, -x])
+    cache = step.call(params, two, rows)[2]
+    y, _, after = step.call(params, cache, rows)
+    np.testing.assert_allclose(y, decode(params, cache, rows)[0], atol=1e-5)
+    assert int(after.count) == 4 and after.batch == (2,)
