@@ -14,6 +14,7 @@ import jaxattn as ja
 from jaxattn.axes import check_option, contract
 
 
+@ja.export.register
 class MoHSums(NamedTuple):
     """Sums over tokens; divide by `tokens` for means, add two of them for a larger batch.
 
