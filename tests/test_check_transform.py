@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,10 @@ import pytest
 
 import jaxattn as ja
 import variants
+from jaxattn.check import __main__ as command
 from jaxattn.check.contracts import CONTRACTS, transform
+from jaxattn.check.contracts.hooks import finish_of_zero
+from jaxattn.check.laws import LAWS
 
 KEPT: list[Any] = []
 
@@ -371,3 +375,57 @@ def test_what_is_no_transform_is_refused(given):
 def test_a_contract_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="laws: got 'finish', expected some of .*finish-of-zero"):
         transform(mixed(), laws=["finish"])
+
+
+# From a shell
+
+
+def from_the_shell(monkeypatch, *names: str) -> int:
+    """The exit status for names of this module, with one law in the place of all."""
+    monkeypatch.setitem(sys.modules, "somebody", sys.modules[__name__])
+    monkeypatch.setattr("jaxattn.check.report.LAWS", {"output-shape": LAWS["output-shape"]})
+    return command.main([f"somebody:{name}" for name in names] + ["--quick", "--jobs", "1"])
+
+
+def test_a_class_an_instance_and_a_factory_are_asked_contracts_and_laws(monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules[__name__], "made", lambda: biased(), raising=False)
+    monkeypatch.setattr(sys.modules[__name__], "CONTRACTS_ASKED", biased(), raising=False)
+    monkeypatch.setattr("jaxattn.check.contracts.CONTRACTS", (finish_of_zero,))
+    assert from_the_shell(monkeypatch, "mixed") == 0
+    said = capsys.readouterr().out
+    assert "somebody:mixed (HeadTransform)" in said and "finish-of-zero  holds" in said
+    assert all(f"somebody:mixed on {name} (Subject)" in said for name in ("reference", "dense", "blocked"))
+    assert "somebody:mixed on routed: not run, heads are mixed" in said
+    for name in ("biased", "made", "CONTRACTS_ASKED"):
+        assert from_the_shell(monkeypatch, name) == 1
+        assert "Fix: multiply heads" in capsys.readouterr().out
+    assert from_the_shell(monkeypatch, "many_heads") == 0
+    assert "not run, it refuses 6 heads of width 4: " in capsys.readouterr().out
+
+
+class many_heads(ja.HeadTransform):
+    def adapt(self, sizes):
+        if sizes.spec.heads < 8:
+            raise ValueError(f"many_heads: heads = {sizes.spec.heads}, expected at least 8. Fix: more heads.")
+        return sizes
+
+
+class optioned(ja.HeadTransform):
+    by: float
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("somebody:optioned", "its options by have no defaults. Fix: name an instance"),
+        ("somebody:nothing", "has no attribute 'nothing'"),
+        ("nobody.knows:it", "No module named 'nobody'"),
+        ("somebody:", "expected module:name"),
+        (":mixed", "expected module:name"),
+        ("somebody", "has no attribute 'VARIANTS'"),
+    ],
+)
+def test_a_bad_name_gives_one_line(monkeypatch, capsys, name, words):
+    monkeypatch.setitem(sys.modules, "somebody", sys.modules[__name__])
+    status, said = command.main([name, "--jobs", "1"]), capsys.readouterr()
+    assert status == 2 and len(said.err.splitlines()) == 1 and re.search(words, said.err), said.err
