@@ -9,11 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import running
 from running import SIZES, TINY, config_of, steps_of
 
 import variants
 from experiments import compare, sample, train_variant
 from experiments.lib import facts, folder, train
+
+compile_once, text = running.compile_once, running.text  # fixtures
+done, copied = running.done, running.copied
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 # Checkpoints
 
@@ -240,9 +245,6 @@ def own(tmp_path, monkeypatch):
     (tmp_path / "own_variants.py").write_text(
         '''
 import jax.numpy as jnp, jaxattn as ja, variants
-
-compile_once, text, done, copied = running.compile_once, running.text, running.done, running.copied  # fixtures
-pytestmark = pytest.mark.usefixtures("compile_once")
 
 class head_scale(ja.HeadTransform):
     """Scales each head by a learned number.
