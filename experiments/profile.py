@@ -33,12 +33,12 @@ HEADS, WIDTH = 16, 64
 CONTROL = ("while", "conditional", "call")  # hold operations, and are none
 BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f64": 8, "s64": 8}  # every other type: 4
 SCOPES = {  # by the name stack of an operation, the first that fits
-    "factors owed": "what factors are owed",
-    "static owed": "gradient of static matrices",
+    "factors gradient": "gradient of row factors",
+    "static gradient": "gradient of static matrices",
     "softmax": "softmax and its derivative",
     "mix": "low-rank and diagonal mixes",
     "dynamic_slice": "keys and rows cut out",
-    "dynamic_update_slice": "what keys are owed, added",
+    "dynamic_update_slice": "gradients of keys, added",
     "transpose": "layout",
 }
 
