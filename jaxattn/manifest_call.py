@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -86,6 +85,7 @@ def manifest(
         >>> record.call.mode, record.projection.q.out_features, record.runtime.output_dtype
         ('self', 6, 'float32')
     """
+    from jaxattn import __version__  # which is being imported when this module is
     from jaxattn import manifest_form as form  # needs pydantic, an extra
 
     call = _trace(attn, params, x_q, x_kv, mask, bias, engine, dropout_key, positions, capture, remask)
@@ -125,7 +125,7 @@ def manifest(
         checkpoint=_checkpoint(form, checkpoint, params),
         runtime=form.Runtime(
             framework="jaxattn",
-            framework_version=version("jaxattn"),
+            framework_version=__version__,
             requested_backend=engine,
             checkpoint_dtype=None if checkpoint_dtype is None else jax.numpy.dtype(checkpoint_dtype).name,
             **_dtypes(params, call, engine),
