@@ -9,6 +9,7 @@ import jax
 from jax import Array, ShapeDtypeStruct
 from jax.typing import DTypeLike
 
+from jaxattn.axes import at_least_float32
 from jaxattn.explain import Explanation
 from jaxattn.masks import Mask, as_mask
 from jaxattn.sides import Coupling, KeySide
@@ -204,7 +205,7 @@ def _dtypes(params: PyTree, call: _Traced, engine: str) -> dict[str, str | None]
     kernels = [params[role]["kernel"] for role in ("query", "key", "value", "out")]
     query, _, value = call.heads
     inside = engine not in KERNELS
-    scores = jax.numpy.promote_types(query.dtype, jax.numpy.float32)
+    scores = at_least_float32(query.dtype)
     return dict(
         parameter_dtype=_one(kernels),
         projection_compute_dtype=_one(call.heads),  # `project` multiplies in the type that it returns
