@@ -22,7 +22,7 @@ def short_repr(value: Any, **derived: Any) -> str:
     shown = []
     for field in dataclasses.fields(value):
         got = getattr(value, field.name)
-        got = got.item() if isinstance(got, np.generic) else got  # equal to the number, so printed as it
+        got = got.item() if isinstance(got, np.generic) else got  # a number of numpy says the same
         made = field.default_factory
         usual = field.default if made is dataclasses.MISSING else made()
         usual = derived.get(field.name, usual)
