@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxattn as ja
 import variants
+from jaxattn.linear import linear_map
 
 B, T, MODEL, SIZE = 2, 5, 12, 6  # rows of the cache: SIZE
 OPTIONS = {
@@ -296,6 +297,35 @@ def test_r2_17_gradients_and_steps_under_shard_map(name, engine):
     jax.eval_shape(jax.grad(lambda x: inner(params, x, n)[1].sum()), x)  # a derivative of it
     of_cache = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), cache)
     jax.eval_shape(split(decode, in_specs=(P(), of_cache, P("data")), out_specs=P("data")), params, cache, x)
+
+
+@cells
+def test_r2_17_a_source_that_is_the_same_on_all_devices(name, engine):
+    """Query rows are split: queries vary between devices, keys and values do not."""
+    attn, params, _ = made(name)
+    x, _ = drawn()
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
+    rows = P(None, "rows")
+
+    def call(params, x_q, x_kv, positions):
+        return attn.apply(params, x_q, x_kv, ja.causal(), engine=engine, positions=(positions, None))[0]
+
+    split = jax.shard_map(call, mesh=mesh, in_specs=(P(), rows, P(), P("rows")), out_specs=rows)
+    loss = lambda *args: split(*args, jnp.arange(T)).sum()
+    jax.eval_shape(jax.grad(loss, (0, 1, 2)), params, x, x)
+
+
+def test_r2_17_a_linear_map_of_an_operand_that_is_the_same_on_all_devices():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    scale = lambda factor, x: factor * x
+    split = jax.shard_map(
+        lambda factor, x: linear_map(scale, scale, factor, x),
+        mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
+    )  # fmt: skip
+    factor, x = jnp.arange(3.0), jnp.ones(3)
+    loss = lambda x: split(factor, x).sum()
+    np.testing.assert_array_equal(jax.grad(loss)(x), factor)
+    np.testing.assert_array_equal(jax.jvp(loss, (x,), (x,))[1], factor.sum())
 
 
 @pytest.mark.heavy
