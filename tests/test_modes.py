@@ -1,8 +1,8 @@
 """JAX's strict and tracing modes: a table of variants x engines x modes, forward, gradient and decode.
 
 A mode is a setting of JAX under which a program either still gives its value or raises. Most of them show in
-tracing alone, so those cells compile nothing. Symbolic sizes are in test_modes_symbolic.py, numbers at the edge
-of a type in test_modes_numbers.py.
+tracing alone, so those cells compile nothing. Symbolic sizes are in test_modes_symbolic.py, numbers at the
+edge of a type in test_modes_numbers.py.
 """
 
 import contextlib
