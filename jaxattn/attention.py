@@ -46,7 +46,8 @@ class Aux(NamedTuple):
 
     def total(self) -> Array:
         """The sum of weight * value over the losses; 0 where there is none."""
-        return sum((loss.weight * loss.value for loss in self.losses.values()), jnp.zeros(()))
+        values = [loss.weight * loss.value for loss in self.losses.values()]
+        return sum(values[1:], values[0]) if values else jnp.zeros(())
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -219,7 +219,8 @@ class Cache:
 
     def nan_where_refused(self, y: Array) -> Array:
         """What was computed from this cache; NaN where rows were refused."""
-        return jnp.where(self.refused, jnp.nan, y).astype(y.dtype)
+        # The root of -1 where it is refused: a constant NaN would be one on the way to every finite y.
+        return y * jnp.sqrt(jnp.where(self.refused, -1, 1).astype(y.dtype))
 
     def reorder(self, index: Array) -> "Cache":
         """The cache of chosen examples: row i of the first batch axis is row index[i], as beams need it.

@@ -158,10 +158,10 @@ class moh(ja.HeadTransform):
         norm = jnp.where(square > 0, jnp.sqrt(safe), 0)
         spread = jnp.square(norm - norm.mean(-1, keepdims=True)).sum(-1, keepdims=True)
         spread = jnp.sqrt(spread / max(norm.shape[-1] - 1, 1) + 1e-6)
-        return jax.nn.softmax(_finite(norm / spread), axis=-1)
+        return _softmax(_finite(norm / spread))
 
     def route(self, params, x_q, at: ja.Site) -> tuple[Array, Any]:
-        shared = jnp.arange(self.shared)
+        shared = jnp.arange(self.shared, dtype=jnp.int32)
         always = jnp.broadcast_to(shared, (*x_q.shape[:-1], self.shared))
         if not self.top_k:
             return always, None
@@ -189,14 +189,14 @@ class moh(ja.HeadTransform):
         if "stage" not in params:
             one = jnp.ones((*x.shape[:-1], 1), _score_type(x))
             return one, one
-        a = jax.nn.softmax(_score(x, params["stage"]), axis=-1)
+        a = _softmax(_score(x, params["stage"]))
         a = 2 * a if self.gates == "released" else a
         return a[..., :1], a[..., 1:]
 
     def _shared_gates(self, params, x) -> Array:
         if "shared" not in params:
             return jnp.ones((*x.shape[:-1], self.shared), _score_type(x))
-        s = jax.nn.softmax(_score(x, params["shared"]), axis=-1)
+        s = _softmax(_score(x, params["shared"]))
         return self.shared * s if self.gates == "released" else s
 
     def _routed_gates(self, p: Array, chosen: Array) -> Array:
@@ -256,16 +256,22 @@ def _by_state(params, x: Array) -> Array:
     """Probabilities of the routed heads from the states; a single one has no router."""
     if "routed" not in params:
         return jnp.ones((*x.shape[:-1], 1), _score_type(x))
-    return jax.nn.softmax(_finite(_score(x, params["routed"])), axis=-1)
+    return _softmax(_finite(_score(x, params["routed"])))
 
 
 def _score_type(x: Array):
     return at_least_float32(x.dtype)
 
 
+def _softmax(scores: Array) -> Array:
+    """Over the last axis; `jax.nn.softmax` starts its maximum from minus infinity."""
+    raised = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    return raised / raised.sum(-1, keepdims=True)
+
+
 def _score(x: Array, kernel: Array) -> Array:
     """Router scores, in at least float32: a choice should not hang on half precision."""
-    dtype = jnp.promote_types(_score_type(x), kernel.dtype)
+    dtype = at_least_float32(jnp.promote_types(x.dtype, kernel.dtype))
     return contract(x.astype(dtype), kernel.astype(dtype), "... q m, m h -> ... q h")
 
 
