@@ -10,8 +10,6 @@ The folder holds bench.json, bench.md and bench.png.
 """
 
 import functools
-import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,12 +22,12 @@ import numpy as np
 import tyro
 from flax import nnx
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 import jaxattn as ja
 import variants
-from experiments.lib import folder, peers, report
+from experiments.lib import facts, folder, peers, report
+from experiments.lib.screen import Screen, script
 
 MIXED = ("mha", "talking_heads", "dcmha")  # of the figure
 BOTH, FORWARD = "forward + backward", "forward"
@@ -299,18 +297,22 @@ def text(results: list[Result], ratios: dict[str, float], head: dict[str, Any]) 
 def main(options: Options) -> None:
     if options.quick:
         options = Options(options.batch, 256, 8, 32, 256, (128, 256), 3, True, options.out)
-    console = Console()
-    out = folder.choose(options.out, "bench", resume=False)
+    with script("bench.py") as (screen, _), folder.hold(options.out, "bench", holds="bench.json") as held:
+        measure_all(options, held.path, screen)
+
+
+def measure_all(options: Options, out: Path, screen: Screen) -> None:
+    """Measure, print, and write to the folder `out`."""
     results: list[Result] = []
     for group, build in groups(options).items():
-        console.print(f"{group} ...", highlight=False)
+        screen.say(f"{group} ...")
         results += measure(group, build(), options.turns)
-    console.print("against rows ...")
+    screen.say("against rows ...")
     points = growth(options)
     ratios = targets(results)
     head = {
         "Sizes": f"B={options.batch} T={options.length} H={options.heads} D={options.width}, float32, causal",
-        "Machine": f"{os.cpu_count()} cores, {platform.machine()}, {folder.made_with()}",
+        "Machine": facts.in_words(),
         "torch": "joined" if peers.HAS_TORCH else "not installed",
     }
     record = {
@@ -326,9 +328,11 @@ def main(options: Options) -> None:
     table = Table("ratio of times", "measured", title="\n".join(f"{k}: {v}" for k, v in head.items()))
     for title, value in ratios.items():
         table.add_row(title, f"{value:.2f}")
-    console.print(table)
-    console.print(f"written to {out}", soft_wrap=True)
+    screen.show(table)
+    screen.say(f"written to {out}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    with script("bench.py"):
+        asked = tyro.cli(Options, description=__doc__)
+    main(asked)

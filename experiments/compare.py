@@ -2,11 +2,13 @@
 
     python experiments/compare.py                two seeds
     python experiments/compare.py --quick        one seed, a smaller model, few steps
+    python experiments/compare.py --variants mha moh my.module:factory
 
 Paired: at one seed all variants start with the same values in the weights that they share and see
 the same batches in the same order, so that their difference to mha says more than either loss. All
 variants advance in turn, a compiled call each, so that their step times are measured side by side.
-The folder holds report.md, report.png, results.json, metrics.jsonl and config.json.
+The folder holds report.md, report.png, results.json, metrics.jsonl and config.json. There are no
+checkpoints: a comparison that was stopped starts again, in another folder.
 
 The learning rate was chosen for mha at the steps of this command, by the validation loss of
     python experiments/train_variant.py --steps 360 --learning-rate RATE
@@ -14,10 +16,16 @@ which at seed 0 was 1.986 for 1e-3, 1.889 for 2e-3, 1.854 for 4e-3 and 1.909 for
 take it, so one that wants another rate is at a disadvantage here.
 """
 
+if __name__ == "__main__":  # Ctrl-C while the imports run, which take seconds: nothing is begun, so just end
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,36 +33,36 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 import jaxattn as ja
 import variants
-from experiments.lib import batches, folder, model, options, plays, report, train
+from experiments.lib import batches, facts, folder, model, options, plays, report, train
 from experiments.lib.options import Sizes, Training
+from experiments.lib.screen import Screen, Steps, refusals, script
+from experiments.lib.stop import Stop
 
+NAME = "compare.py"
+SCRIPT = f"experiments/{NAME}"
 BASELINE = "mha"
 
 
 @dataclass(frozen=True)
 class Options:
+    variants: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[{" + options.KNOWN + "}|MODULE:FACTORY ...]")
+    ] = ()
+    """Which to compare; none: every registered one. mha always joins, as the baseline. With --help
+    after them, the options of these variants are listed."""
     seeds: tuple[int, ...] = (0, 1)
     """One training of each variant for each."""
-    quick: bool = False
+    quick: tyro.conf.FlagCreatePairsOff[bool] = False
     """Small defaults for the other options: to see that it works, not who is better."""
     out: Path | None = None
     """Folder for the results; left out: a new one under runs/."""
     text_file: Path | None = None
     """A UTF-8 text to train on (first 90 %) and validate on (last 10 %), instead of the plays."""
-    sizes: Annotated[Sizes, tyro.conf.arg(name="")] = field(default_factory=Sizes)
-    training: Annotated[Training, tyro.conf.arg(name="")] = field(default_factory=lambda: Training(steps=360))
+    sizes: tyro.conf.OmitArgPrefixes[Sizes] = field(default_factory=Sizes)
+    training: tyro.conf.OmitArgPrefixes[Training] = field(default_factory=lambda: Training(steps=360))
 
 
 NOTES = [
@@ -80,7 +88,8 @@ class Plan(NamedTuple):
     text: plays.Text
     shape: model.Shape
     transforms: dict[str, list[ja.HeadTransform]]
-    folder: Path
+    argv: list[str]
+    folder: Path = Path()
 
 
 class Runner(NamedTuple):
@@ -102,24 +111,46 @@ class Outcome(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    console = Console()
-    argv = sys.argv[1:] if argv is None else argv
-    usual = options.complete(Options)(**(QUICK if "--quick" in argv else {}))
-    asked = options.parse(usual, __doc__ or "", argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    with script(NAME) as (screen, stop):
+        asked = parse(argv)
+        with refusals(NAME):
+            plan = prepare(asked, argv)
+            models = {name: create(plan, name, asked.seeds[0]) for name in plan.transforms}
+        with folder.hold(asked.out, "compare", way_out="compare.py does not go on with one: ") as held:
+            plan = plan._replace(folder=held.path)
+            again = facts.command([*facts.without(argv, "--out"), "--out", f"{plan.folder}-again"], SCRIPT)
+            stop.anew = again
+            stop.advice = f"there are no checkpoints; start again with: {again}"
+            runners = {name: compiled(plan, name, made, screen) for name, made in models.items()}
+            outcomes = fit(plan, runners, screen, stop, held.check)
+            base = runners[BASELINE]
+            rows = [ledger_row(plan, name, runners[name], outcomes[name], base) for name in runners]
+            held.check()
+            finish(plan, rows, screen)
+
+
+def parse(argv: Sequence[str]) -> Any:
+    named = options.peek_all(argv, "--variants")
+    listed = named if {"-h", "--help"} & set(argv) else names(named)
     try:
-        plan = prepare(asked)
-        models = {name: create(plan, name, asked.seeds[0]) for name in plan.transforms}
-        runners = {name: compiled(plan, name, made, console) for name, made in models.items()}
-        with progress(console) as bar:
-            outcomes = fit(plan, runners, bar)
-    except (ValueError, OSError, train.NonFinite) as error:
-        sys.exit(f"compare.py: {error}")
-    base = runners[BASELINE]
-    rows = [ledger_row(plan, name, runners[name], outcomes[name], base) for name in runners]
-    finish(plan, rows, console)
+        complete = options.complete(Options, listed)
+    except ValueError as error:
+        raise options.misused(f"--variants: {error}") from None
+    options.check_flags(argv, names(named))
+    return options.parse(complete(**(QUICK if "--quick" in argv else {})), __doc__ or "", argv)
 
 
-def prepare(asked: Any) -> Plan:
+def names(asked: Sequence[str]) -> list[str]:
+    """The variants to compare, the baseline first.
+
+    >>> names(["moh"])
+    ['mha', 'moh']
+    """
+    return list(dict.fromkeys([BASELINE, *(asked or variants.VARIANTS)]))
+
+
+def prepare(asked: Any, argv: list[str]) -> Plan:
     """Check the options and build what they ask for; writes nothing.
 
     Raises:
@@ -131,16 +162,14 @@ def prepare(asked: Any) -> Plan:
     text = plays.load_file(asked.text_file) if asked.text_file else plays.load_plays()
     batches.check(text, asked.sizes.context, asked.training.batch)
     layers = asked.sizes.layers
-    names = sorted(variants.VARIANTS, key=lambda name: name != BASELINE)
-    transforms = {name: options.transforms(asked, name, layers) for name in names}
-    shape = options.shape(asked.sizes, text)
-    where = folder.choose(asked.out, "compare", resume=False)
-    return Plan(asked, text, shape, transforms, where)
+    transforms = {name: options.transforms(asked, name, layers) for name in names(asked.variants)}
+    return Plan(asked, text, options.shape(asked.sizes, len(text.symbols)), transforms, argv)
 
 
-def compiled(plan: Plan, name: str, made: model.Model, console: Console) -> Runner:
+def compiled(plan: Plan, name: str, made: model.Model, screen: Screen) -> Runner:
     """Compile a variant's training steps, ahead of the first one."""
     started = time.monotonic()
+    screen.say(f"compiling {name} ...")
     training, shape = plan.options.training, plan.shape
     optimizer, advance = train.build(model.loss_fn(made), training)
     state = train.init(made.params, optimizer, jax.random.key(0))
@@ -148,7 +177,7 @@ def compiled(plan: Plan, name: str, made: model.Model, console: Console) -> Runn
     program = advance.lower(state, windows).compile()
     usage = program.memory_analysis()
     memory = None if usage is None else usage.temp_size_in_bytes
-    console.print(f"{name}: compiled in {time.monotonic() - started:.0f} s")
+    screen.say(f"compiled, took {time.monotonic() - started:.1f} s")
     return Runner(made, optimizer, program, model.make_evaluate(made, training.batch), memory, [])
 
 
@@ -161,7 +190,9 @@ def chunk(training: Training) -> int:
     return options.chunk(training.chunk, training.steps)
 
 
-def fit(plan: Plan, runners: dict[str, Runner], bar: Progress) -> dict[str, list[Outcome]]:
+def fit(
+    plan: Plan, runners: dict[str, Runner], screen: Screen, stop: Stop, check: Callable[[], None]
+) -> dict[str, list[Outcome]]:
     """Train all variants, seed by seed.
 
     Raises:
@@ -169,18 +200,22 @@ def fit(plan: Plan, runners: dict[str, Runner], bar: Progress) -> dict[str, list
     """
     asked = plan.options
     folder.write_json(plan.folder / "config.json", config(plan))
+    folder.rewind(plan.folder / "metrics.jsonl", 0)
     calls = len(asked.seeds) * len(runners) * asked.training.steps // chunk(asked.training)
-    task = bar.add_task("", total=calls, now="")
     outcomes: dict[str, list[Outcome]] = {name: [] for name in runners}
-    for seed in asked.seeds:
-        for name, outcome in fit_seed(plan, runners, seed, bar, task).items():
-            outcomes[name].append(outcome)
-            bar.console.print(f"seed {seed}, {name}: validation {outcome.loss:.4f} nats a symbol")
+    with screen.progress(calls, unit="call") as steps:
+        done = 0
+        for seed in asked.seeds:
+            found = fit_seed(plan, runners, seed, steps, done, lambda: (stop.check(), check()))
+            done += calls // len(asked.seeds)
+            for name, outcome in found.items():
+                outcomes[name].append(outcome)
+                screen.say(f"seed {seed}, {name}: validation {outcome.loss:.4f} nats a symbol")
     return outcomes
 
 
 def fit_seed(
-    plan: Plan, runners: dict[str, Runner], seed: int, bar: Progress, task: TaskID
+    plan: Plan, runners: dict[str, Runner], seed: int, steps: Steps, done: int, check: Callable[[], Any]
 ) -> dict[str, Outcome]:
     """Train all variants at one seed: each takes its turn on the same batches."""
     text, training, context = plan.text, plan.options.training, plan.shape.context
@@ -201,13 +236,19 @@ def fit_seed(
             jax.block_until_ready(states[name].step)
             runners[name].seconds.append((time.perf_counter() - began) / size)
             lines = train.rows(records, states[name], starts)
-            folder.append(log, [{"variant": name, "seed": seed} | line for line in lines])
+            check()
+            seconds = {"seconds": round(runners[name].seconds[-1], 6)}
+            folder.append(log, [{"variant": name, "seed": seed} | line | seconds for line in lines])
             train.refuse_if_ended(states[name], lines, name)
             last[name] = lines[-1]
-            bar.update(task, advance=1, now=f"seed {seed}, step {first + size}, {name}")
+            done += 1
+            steps.at(
+                done, f"seed {seed}, step {first + size}, {name}, loss {lines[-1]['loss'] or np.nan:.3f}"
+            )
 
     outcomes = {}
     for name, runner in runners.items():
+        check()
         nats = runner.evaluate(states[name].params, text.valid)
         outcomes[name] = Outcome(nats, last[name].get("balance_loss"))
         line = {"variant": name, "seed": seed, "step": training.steps, "valid_loss": nats}
@@ -238,7 +279,7 @@ def config(plan: Plan) -> dict[str, Any]:
         "training": dataclasses.asdict(asked.training),
         "settings": {name: options.settings(asked, name) for name in plan.transforms},
         "text": {"name": plan.text.name, "sha256": plan.text.sha256},
-        "made_with": folder.made_with(),
+        "made_with": facts.made_with(plan.argv),
     }
 
 
@@ -266,7 +307,7 @@ def ledger_row(plan: Plan, name: str, runner: Runner, outcomes: list[Outcome], b
     )
 
 
-def finish(plan: Plan, rows: list[report.Row], console: Console) -> None:
+def finish(plan: Plan, rows: list[report.Row], screen: Screen) -> None:
     """The shared ledger, on the screen and as files."""
     training = plan.options.training
     seen = training.steps * training.batch * plan.shape.context
@@ -276,26 +317,15 @@ def finish(plan: Plan, rows: list[report.Row], console: Console) -> None:
         "Training": f"{training.steps} steps of {training.batch} windows: {seen:,} symbols, "
         f"{seen / len(plan.text.train):.2f} epochs; learning rate {training.learning_rate}",
         "Seeds": ", ".join(map(str, plan.options.seeds)),
-        "Device": jax.devices()[0].device_kind,
+        "Made with": facts.in_words(),
     }
     folder.write_json(plan.folder / "results.json", [row._asdict() for row in rows])
     folder.write(plan.folder / "report.png", report.comparison(rows))
     folder.write(plan.folder / "report.md", report.markdown(rows, head, NOTES))
-    Console(width=max(console.width, report.WIDTH)).print(report.table(rows))
+    screen.show(report.table(rows), report.WIDTH)
     for note in NOTES:
-        console.print(note, highlight=False)
-    console.print(f"written to {plan.folder}", soft_wrap=True)
-
-
-def progress(console: Console) -> Progress:
-    return Progress(
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[now]}"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-        console=console,
-    )
+        screen.say(note)
+    screen.say(f"written to {plan.folder}")
 
 
 if __name__ == "__main__":

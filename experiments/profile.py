@@ -22,23 +22,23 @@ import jax
 import numpy as np
 import tyro
 from jax.profiler import ProfileData
-from rich.console import Console
 from rich.table import Table
 
 import jaxattn as ja
 import variants
 from experiments import bench
+from experiments.lib.screen import script
 
 HEADS, WIDTH = 16, 64
 CONTROL = ("while", "conditional", "call")  # hold operations, and are none
 BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f64": 8, "s64": 8}  # every other type: 4
 SCOPES = {  # by the name stack of an operation, the first that fits
-    "factors owed": "what factors are owed",
-    "static owed": "gradient of static matrices",
+    "factors gradient": "gradient of row factors",
+    "static gradient": "gradient of static matrices",
     "softmax": "softmax and its derivative",
     "mix": "low-rank and diagonal mixes",
     "dynamic_slice": "keys and rows cut out",
-    "dynamic_update_slice": "what keys are owed, added",
+    "dynamic_update_slice": "gradients of keys, added",
     "transpose": "layout",
 }
 
@@ -185,19 +185,21 @@ def profile(variant: str, options: Options) -> tuple[float, dict[str, Cost]]:
 
 def main(options: Options) -> None:
     os.sched_setaffinity(0, set(range(options.cores)))
-    console = Console()
-    for variant in options.variant:
-        whole, steps = profile(variant, options)
-        sizes = f"B={options.batch} T={options.length} H={HEADS} D={WIDTH}"
-        title = f"{variant} on {options.engine}, {sizes}, cores: {options.cores}; a run: {whole:.0f} ms"
-        table = Table("step", "ms", "share", "GB", "GB/s", "GFLOP", "GFLOP/s", title=title)
-        total = sum(cost.milliseconds for cost in steps.values())
-        for step, (spent, memory, work) in steps.items():
-            rates = f"{1e3 * memory / spent:.0f}", f"{work:.1f}", f"{1e3 * work / spent:.0f}"
-            table.add_row(step, f"{spent:.0f}", f"{spent / total:.0%}", f"{memory:.2f}", *rates)
-        table.add_row("all", f"{total:.0f}")
-        console.print(table)
+    with script("profile.py") as (screen, _):
+        for variant in options.variant:
+            whole, steps = profile(variant, options)
+            sizes = f"B={options.batch} T={options.length} H={HEADS} D={WIDTH}"
+            title = f"{variant} on {options.engine}, {sizes}, cores: {options.cores}; a run: {whole:.0f} ms"
+            table = Table("step", "ms", "share", "GB", "GB/s", "GFLOP", "GFLOP/s", title=title)
+            total = sum(cost.milliseconds for cost in steps.values())
+            for step, (spent, memory, work) in steps.items():
+                rates = f"{1e3 * memory / spent:.0f}", f"{work:.1f}", f"{1e3 * work / spent:.0f}"
+                table.add_row(step, f"{spent:.0f}", f"{spent / total:.0%}", f"{memory:.2f}", *rates)
+            table.add_row("all", f"{total:.0f}")
+            screen.show(table)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    with script("profile.py"):
+        asked = tyro.cli(Options, description=__doc__)
+    main(asked)

@@ -10,8 +10,6 @@ scale.png.
 
 import functools
 import math
-import os
-import platform
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +21,11 @@ import tyro
 from jax import Array
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from rich.console import Console
 
 import jaxattn as ja
-from experiments.lib import folder, report, scores, tables
+from experiments.lib import facts, folder, report, scores, tables
 from experiments.lib.scores import Case, Stats
+from experiments.lib.screen import Screen, script
 
 PLAIN = "assumed"  # the case in which all assumptions hold
 MARKS = "osD^vP*Xh"
@@ -220,13 +218,21 @@ def check(options: Options) -> Options:
 
 def main(options: Options) -> None:
     options = check(options)
-    out = folder.choose(options.out, "scale", resume=False)
+    with (
+        script("scale_sweep.py") as (screen, _),
+        folder.hold(options.out, "scale", holds="scale.json") as held,
+    ):
+        measure_all(options, held.path, screen)
+
+
+def measure_all(options: Options, out: Path, screen: Screen) -> None:
+    """Measure, print, and write to the folder `out`."""
     rows = sweep(options, scores.CASES)
     sizes = f"{options.examples} x {options.queries} queries x {options.keys} keys, {options.seeds} seeds"
     head = {
         "Assumed": scores.CASES[PLAIN].says,
         "Sizes": f"{sizes}; log k = {math.log(options.keys):.4f} nats",
-        "Machine": f"{os.cpu_count()} cores, {platform.machine()}, {folder.made_with()}",
+        "Machine": facts.in_words(),
     }
     shown = {
         "Where all assumptions hold (in brackets: the lowest and the highest seed)": plain_table(
@@ -235,22 +241,23 @@ def main(options: Options) -> None:
         "Each case: powers of d (in brackets: theory), and scores with their factor": case_table(rows),
     }
     cases = [f"- {name}: {case.says}" for name, case in scores.CASES.items()]
-    facts = [f"- {name}: {value}" for name, value in head.items()]
-    page = ["# Scale sweep", "", *facts, ""]
-    console = Console()
-    console.print(*facts, sep="\n", highlight=False, markup=False)
+    about = [f"- {name}: {value}" for name, value in head.items()]
+    page = ["# Scale sweep", "", *about, ""]
+    screen.say("\n".join(about))
     for title, lines in shown.items():
         page += [f"## {title}", "", *tables.markdown(lines), ""]
-        tables.show(lines, title, console)
-    console.print(*cases, sep="\n", highlight=False, markup=False)
+        screen.show(tables.table(lines, title), tables.WIDTH)
+    screen.say("\n".join(cases))
     page += [*cases, "", "![Spread, largest weight and entropy against head width](scale.png)", ""]
     asked = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
     record = {"options": asked, "machine": head, "rows": [row.as_dict() for row in rows]}
     folder.write_json(out / "scale.json", record)
     folder.write(out / "scale.md", "\n".join(page))
     folder.write(out / "scale.png", figure(rows, options))
-    console.print(f"written to {out}", soft_wrap=True)
+    screen.say(f"written to {out}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    with script("scale_sweep.py"):
+        asked = tyro.cli(Options, description=__doc__)
+    main(asked)

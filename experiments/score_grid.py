@@ -10,8 +10,6 @@ grid.png.
 """
 
 import itertools
-import os
-import platform
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +17,12 @@ from typing import NamedTuple
 import jax
 import tyro
 from matplotlib.figure import Figure
-from rich.console import Console
 
 import jaxattn as ja
 import variants
 from experiments import bench
-from experiments.lib import folder, report, tables
+from experiments.lib import facts, folder, report, tables
+from experiments.lib.screen import Screen, script
 
 MIB = 2**20
 ENGINES = ("dense", "blocked")
@@ -155,33 +153,39 @@ def check(options: Options) -> Options:
 
 def main(options: Options) -> None:
     options = check(options)
-    out = folder.choose(options.out, "grid", resume=False)
-    console = Console()
+    with script("score_grid.py") as (screen, _), folder.hold(options.out, "grid", holds="grid.json") as held:
+        measure_all(options, held.path, screen)
+
+
+def measure_all(options: Options, out: Path, screen: Screen) -> None:
+    """Measure, print, and write to the folder `out`."""
     points = []
     for length in options.lengths:
-        console.print(f"T={length} ...", highlight=False)
+        screen.say(f"T={length} ...")
         points.append(measure(options, length))
     sizes = f"{options.variant}, b={options.batch} h={options.heads} d={options.width}, causal, float32"
     head = {
         "Sizes": sizes,
         "Counted": "entries b h q k, equal to the ledger's score_elements at every length",
-        "Machine": f"{os.cpu_count()} cores, {platform.machine()}, {folder.made_with()}",
+        "Machine": facts.in_words(),
     }
     shown = {f"{mode}, compiled temporaries": grid_table(points, mode) for mode in MODES}
     shown["Powers of T, fitted"] = slope_table(points)
-    facts = [f"- {name}: {value}" for name, value in head.items()]
-    page = ["# The score grid", "", *facts, ""]
-    console.print(*facts, sep="\n", highlight=False, markup=False)
+    about = [f"- {name}: {value}" for name, value in head.items()]
+    page = ["# The score grid", "", *about, ""]
+    screen.say("\n".join(about))
     for title, lines in shown.items():
         page += [f"## {title}", "", *tables.markdown(lines), ""]
-        tables.show(lines, title, console)
+        screen.show(tables.table(lines, title), tables.WIDTH)
     asked = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
     record = {"options": asked, "machine": head, "slopes": slopes(points)}
     folder.write_json(out / "grid.json", record | {"points": [point._asdict() for point in points]})
     folder.write(out / "grid.md", "\n".join([*page, "![Memory against rows](grid.png)", ""]))
     folder.write(out / "grid.png", figure(points, options))
-    console.print(f"written to {out}", soft_wrap=True)
+    screen.say(f"written to {out}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    with script("score_grid.py"):
+        asked = tyro.cli(Options, description=__doc__)
+    main(asked)

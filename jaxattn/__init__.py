@@ -36,6 +36,7 @@ from jaxattn.masks import lengths as lengths
 from jaxattn.masks import padding as padding
 from jaxattn.masks import segments as segments
 from jaxattn.masks import window as window
+from jaxattn.modules import AuxLoss as AuxLoss
 from jaxattn.modules import MultiHeadAttention as MultiHeadAttention
 from jaxattn.params import check_params as check_params
 from jaxattn.sides import Coupling as Coupling

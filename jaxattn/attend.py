@@ -40,7 +40,9 @@ def attend(
             NaN included.
         bias: [..., hs, q, k], added to the logits after the pre mixes; h, q or k may be 1.
         engine: "auto" or a name of `ja.ENGINES`; none changes the function.
-        dropout_key: draws the dropout that the coupling states; None is evaluation.
+        dropout_key: draws the dropout that the coupling states; None is evaluation. Under `jax.vmap` one
+            key that is not mapped draws the same dropout for every mapped example; map over
+            `jax.random.split(key, n)` to draw each its own, as one call with a batch axis does.
         capture: intermediates to return, of "logits" (scaled, before the pre mixes), "mixed_logits"
             (before visibility), "weights" (softmax), "mixed_weights" (after the post mixes, before
             dropout): [..., h, q, k]; and "heads" (before finish and gate): [..., q, hv, v].

@@ -50,6 +50,30 @@ def contract(*operands: Array | str, dtype: DTypeLike | None = None) -> Array:
     return jnp.einsum(",".join(spell[:-1]) + "->" + spell[-1], *arrays, preferred_element_type=dtype)
 
 
+def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
+    """The type that sums of this type run in: float32, or float64 for float64.
+
+    Example:
+        >>> at_least_float32(jnp.bfloat16)
+        dtype('float32')
+    """
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def same_rank(*arrays: Array) -> list[Array]:
+    """The arrays with leading axes of size 1, so that all have as many axes as the one with most.
+
+    What JAX does by itself, unless `jax.numpy_rank_promotion("raise")` forbids it.
+
+    Example:
+        >>> [x.shape for x in same_rank(jnp.ones((2, 3, 4)), jnp.ones(4))]
+        [(2, 3, 4), (1, 1, 4)]
+    """
+    arrays = tuple(map(jnp.asarray, arrays))
+    rank = max(x.ndim for x in arrays)
+    return [jax.lax.expand_dims(x, range(rank - x.ndim)) for x in arrays]
+
+
 def check_axes(what: str, array: Array, axes: str, *, fix: str, **sizes: int) -> None:
     """Raise a ValueError that names the axis unless `array` has `axes` with the given sizes.
 

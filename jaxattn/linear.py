@@ -2,6 +2,10 @@
 
 `jax.custom_vjp` would give a reverse pass of its own, at the price of forward mode; this keeps both: in a
 `custom_jvp` rule the tangent is a linear map, and only its transposition is replaced.
+
+Inside `jax.shard_map` an array is the same on all devices or varies along mesh axes, and so is its cotangent.
+Before the rule all operands are therefore marked as varying along the axes of any of them: JAX transposes
+that mark to a sum over devices, for operands that are the same on all, as it does for its own operations.
 """
 
 from collections.abc import Callable
@@ -20,6 +24,39 @@ linear_map_p.multiple_results = True
 linear_map_p.is_high = lambda *avals, **params: (
     False
 )  # jax 0.12 asks: its program is evaluated, so it holds what it likes
+
+
+def varying(tree: PyTree) -> frozenset[str]:
+    """The mesh axes of a `jax.shard_map` along which some array of the tree differs between devices."""
+    types = (x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in jax.tree.leaves(tree))
+    return frozenset().union(*map(_axes, types))
+
+
+def _axes(kind: Any) -> frozenset[str]:
+    """Of an array's type: jax 0.8 keeps them in `vma`, later versions in `manual_axis_type`."""
+    if hasattr(kind, "vma"):
+        return frozenset(kind.vma)
+    return frozenset(kind.manual_axis_type.varying) if hasattr(kind, "manual_axis_type") else frozenset()
+
+
+def vary(tree: PyTree, axes: frozenset[str]) -> PyTree:
+    """The tree with every array marked as varying along these mesh axes; no number changes.
+
+    Example:
+        >>> x = jax.numpy.ones(2)
+        >>> vary(x, varying(x)) is x
+        True
+    """
+
+    def mark(x):
+        missing = tuple(sorted(axes - _axes(jax.typeof(x))))
+        if not missing:
+            return x
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)  # pyright: ignore[reportAttributeAccessIssue]  (its name up to 0.8)
+
+    return jax.tree.map(mark, tree) if axes else tree
 
 
 def linear_map(
@@ -45,6 +82,7 @@ def linear_map(
         >>> float(jax.grad(f)(2.0)), float(jax.jvp(f, (2.0,), (1.0,))[1])
         (3.0, 3.0)
     """
+    residuals, operands = vary((residuals, operands), varying((residuals, operands)))
     flat_residuals, residual_tree = jax.tree.flatten(residuals)
     flat_operands, operand_tree = jax.tree.flatten(operands)
     n = len(flat_residuals)
@@ -109,7 +147,10 @@ def with_pull(
         out, kept = whole(*primals)
         return out, linear_map(push, back, (*primals, kept), tangents[0])
 
-    return ruled
+    def alike(operands, others):
+        return ruled(vary(operands, varying((operands, others))), others)
+
+    return alike
 
 
 def _bind(forward: Callable, transpose: Callable, n: int, args) -> list[Array]:
@@ -130,10 +171,11 @@ def _abstract(*avals, forward, transpose, n):
 
 def _jvp(primals, tangents, *, forward, transpose, n):
     out = linear_map_p.bind(*primals, forward=forward, transpose=transpose, n=n)
-    if all(isinstance(t, ad.Zero) for t in tangents[:n]):
-        moved = [ad.instantiate_zeros(t) for t in tangents[n:]]
-        return out, linear_map_p.bind(*primals[:n], *moved, forward=forward, transpose=transpose, n=n)
-    tangents = [ad.instantiate_zeros(t) for t in tangents]
+    along_operands = all(isinstance(t, ad.Zero) for t in tangents[:n])
+    tangents = [vary(ad.instantiate_zeros(t), varying(x)) for t, x in zip(tangents, primals, strict=True)]
+    if along_operands:
+        moved = (*primals[:n], *tangents[n:])
+        return out, linear_map_p.bind(*moved, forward=forward, transpose=transpose, n=n)
     return out, list(jax.jvp(jaxpr_as_fun(forward), tuple(primals), tuple(tangents))[1])
 
 
@@ -141,8 +183,8 @@ def _transpose(cotangents, *args, forward, transpose, n):
     residuals, operands = args[:n], args[n:]
     cotangents = [ad.instantiate_zeros(c) for c in cotangents]
     out = _bind(transpose, jaxpr_as_fun(forward), n, (*residuals, *cotangents))
-    asked = [ad.is_undefined_primal(x) for x in operands]
-    return [None] * n + [o if wanted else None for o, wanted in zip(out, asked, strict=True)]
+    pairs = zip(out, operands, strict=True)
+    return [None] * n + [vary(o, varying(x)) if ad.is_undefined_primal(x) else None for o, x in pairs]
 
 
 def _batch(args, dims, *, forward, transpose, n):

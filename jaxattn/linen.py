@@ -1,10 +1,9 @@
 """The Flax Linen face: `import jaxattn.linen`, in the place of flax.linen.MultiHeadDotProductAttention."""
 
-import contextlib
-import dataclasses
 import math
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +11,26 @@ from flax import linen as nn
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxattn import module_call
 from jaxattn.attention import Attention, attention
 from jaxattn.cache import Cache
-from jaxattn.masks import Mask, from_flax
-from jaxattn.module_args import read_source
-from jaxattn.spec import HeadSpec
+from jaxattn.masks import Mask
+from jaxattn.module_args import AXES, check_axis_names, head_width
+from jaxattn.module_call import SOWN, Asked, Face
+from jaxattn.module_state import cache_arrays, cache_of, cache_shape
+from jaxattn.params import expected
+from jaxattn.spec import HeadSpec, Rotary
 from jaxattn.transform import HeadTransform, identity
 
 PyTree = Any
 Initializer = Callable[..., Any]
-PROJECTIONS = {"query": "m h d", "key": "m h d", "value": "m h d", "out": "h v m"}
+PROJECTIONS = ("query", "key", "value", "out")
+NEW_CACHE = "an empty cache for states of shape {shape} in {dtype}, as init makes it, then the prompt again"
+
+
+def lecun_normal(rng: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+    """Flax's default for kernels, as a function with a name, so that a layer can be pickled."""
+    return nn.initializers.lecun_normal()(rng, shape, dtype)
 
 
 class MultiHeadDotProductAttention(nn.Module):
@@ -45,17 +54,20 @@ class MultiHeadDotProductAttention(nn.Module):
         deterministic: evaluation, without dropout; here or in the call, not both.
         precision: of all products, as `jax.default_matmul_precision` takes it.
         kernel_init, bias_init: initialisers; kernels are drawn as [fan_in, fan_out]. One with metadata
-            (`nn.with_partitioning`) gives a name to each axis of the kernel as it is stored: three names.
+            (`nn.with_logical_partitioning`) names the axes of the kernel as it is stored; fewer names than
+            axes are for the leading ones, with a warning.
         out_kernel_init, out_bias_init: of the output map; default the other two.
         use_bias: biases of the four projections.
         attention_fn: None, or Flax's default, in whose place `engine` runs. Others are refused.
         decode: keep keys and values in the collection `cache`.
-        normalize_qk: Flax's head norm on query and key.
+        normalize_qk: Flax's head norm on query and key; `qk_norm` chooses one by name.
         force_fp32_for_softmax: changes nothing, see above.
         variant: a HeadTransform, for example `variants.moh(shared=2, top_k=4)`.
         d_v: value head width; default that of query and key.
         engine: which engine runs the call; none changes the function.
         head_dropout_rate: dropout on whole heads.
+        num_kv_heads: fewer key and value heads (GQA, MQA).
+        qk_norm, qk_norm_eps, rotary, scale, softcap: as in `HeadSpec`.
 
     Raises:
         ValueError: where sizes or options do not fit, naming them and the fix.
@@ -76,7 +88,7 @@ class MultiHeadDotProductAttention(nn.Module):
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     precision: Any = None
-    kernel_init: Initializer = nn.initializers.lecun_normal()
+    kernel_init: Initializer = lecun_normal
     out_kernel_init: Initializer | None = None
     bias_init: Initializer = nn.initializers.zeros_init()
     out_bias_init: Initializer | None = None
@@ -89,6 +101,12 @@ class MultiHeadDotProductAttention(nn.Module):
     d_v: int | None = None
     engine: str = "auto"
     head_dropout_rate: float = 0.0
+    num_kv_heads: int | None = None
+    qk_norm: Literal["rms", "layer"] | None = None
+    qk_norm_eps: float = 1e-6
+    rotary: Rotary | None = None
+    scale: float | None = None
+    softcap: float | None = None
 
     @nn.compact
     def __call__(
@@ -97,84 +115,102 @@ class MultiHeadDotProductAttention(nn.Module):
         inputs_k: Array | None = None,
         inputs_v: Array | None = None,
         *,
+        inputs_kv: Array | None = None,
         mask: Mask | Array | None = None,
-        bias: Array | None = None,
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
         sow_weights: bool = False,
-    ) -> Array:
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+        input_positions: Array | None = None,
+        bias: Array | None = None,
+        valid: Array | None = None,
+        positions: Array | tuple[Array | None, Array | None] | None = None,
+        capture: tuple[str, ...] = (),
+        return_aux: bool = False,
+    ) -> Any:
         """Attention of `inputs_q` to itself, or to the rows of `inputs_k` and `inputs_v`.
 
         Args:
             inputs_q: [..., q, m]; inputs_k, inputs_v: [..., k, m_k]; the second defaults to the first.
-            mask: a `ja.masks` value, or a Flax mask [..., h or 1, q, k] or [q, k]; True = visible. With
+            inputs_kv: both at once, deprecated as in Flax.
+            mask: a `ja.masks` value, or a Flax mask that broadcasts to [..., h, q, k]; True = visible. With
                 `decode`, k counts the rows of the cache, and causality always holds.
-            bias: [..., h, q, k], added to the logits.
             deterministic: evaluation; needed only where there is dropout.
             dropout_rng: PRNG key; default that of the stream `dropout`.
-            sow_weights: put the softmax's weights, before dropout, into `intermediates`, as
-                `attention_weights`.
+            sow_weights: put the weights that meet the values, before dropout, [..., h, q, k], into
+                `intermediates`, as `attention_weights`.
+            is_causal: hide keys at later positions than the query's, beside `mask`; not in decode.
+            out_sharding: of the output; qkv_sharding: of projected queries, keys and values [..., t, h, d].
+            input_positions: [..., t], positions of queries and keys.
+            bias: [..., h, q, k], added to the logits.
+            valid: [..., k] bool, source rows that are real; the others are zeroed, and hidden.
+            positions, capture: as in `Attention.apply`.
+            return_aux: also return `Aux`, with auxiliary losses and captured arrays.
 
-        A variant's auxiliary losses, weighted, go into the collection `losses` where it is mutable.
+        A variant's auxiliary losses, weighted, go into the collection `losses` where it is mutable, unless
+        `return_aux` gives them to the caller.
 
         Returns:
-            [..., q, m_out].
+            [..., q, m_out], and `Aux` where it was asked for.
         """
-        itself = all(x is None or x is inputs_q for x in (inputs_k, inputs_v))
-        source = read_source(inputs_k, inputs_v)
-        attn = self._attention(inputs_q, source)
+        inputs_k, inputs_v = _read_inputs_kv(inputs_k, inputs_v, inputs_kv)
+        attn = self._attention(inputs_q, inputs_k, inputs_v)
         params = self._params(attn)
-        if self.dtype is not None:
-            cast = lambda x: x.astype(self.dtype)
-            params, inputs_q, source = jax.tree.map(cast, (params, inputs_q, source))
-        engine, capture = self.engine, ("weights",) if sow_weights else ()
-        dropout_key = self._dropout_key(deterministic, dropout_rng)
-        mask = _as_mask(mask)
-        with self._precision():
-            if self.decode and self.has_variable("cache", "cached_key"):
-                _check_step(itself, bias, dropout_key)
-                cache = self._cache(attn, inputs_q, params)
-                y, aux, after = attn.decode(params, cache, inputs_q, mask, engine=engine, capture=capture)
-                self._keep(after)
-            else:
-                y, aux = attn.apply(
-                    params, inputs_q, source, mask, bias=bias, engine=engine, dropout_key=dropout_key,
-                    capture=capture,
-                )  # fmt: skip
-                if self.decode:
-                    self._cache(attn, inputs_q, params)  # an empty one, for the steps to come
-        if sow_weights:
-            self.sow("intermediates", "attention_weights", aux.captured["weights"])
+        asked = Asked(
+            mask=mask, bias=bias, dropout_key=self._dropout_key(deterministic, dropout_rng),
+            is_causal=is_causal, valid=valid, positions=positions, input_positions=input_positions,
+            sow_weights=sow_weights, capture=capture, out_sharding=out_sharding, qkv_sharding=qkv_sharding,
+        )  # fmt: skip
+        face = Face(self.dtype, self.precision, self.engine, "", "", NEW_CACHE)
+        steps = self.decode and self.has_variable("cache", "cached_key")
+        cache = self._cache(attn) if steps else None
+        done = module_call.run(face, attn, params, (inputs_q, inputs_k, inputs_v), asked, cache)
+        if self.decode and not steps:  # an empty one, for the steps to come
+            dtype = jnp.promote_types(inputs_q.dtype, params["key"]["kernel"].dtype)
+            dtype = dtype if self.dtype is None else self.dtype
+            empty = attn.empty_cache(inputs_q.shape[:-2], inputs_q.shape[-2], dtype=dtype)
+            for name, value in cache_arrays(empty).items():
+                self.variable("cache", name, lambda value=value: value)
+        if done.cache is not None:
+            for name, value in cache_arrays(done.cache).items():
+                self.put_variable("cache", name, value)
+        if done.weights is not None:
+            self.sow("intermediates", SOWN, done.weights)
+        if return_aux:
+            return done.y, done.aux
         if not self.is_initializing():
-            for name, loss in aux.losses.items():
-                self.sow("losses", name, loss.weight * loss.value)
-        return y
+            for name, loss in done.losses().items():
+                self.sow("losses", name, loss)
+        return done.y
 
-    def _attention(self, inputs_q: Array, source: Array | tuple[Array, Array] | None) -> Attention:
+    def _attention(self, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None) -> Attention:
         """The pure functions, of sizes that the inputs tell."""
-        x_k, x_v = source if isinstance(source, tuple) else (source, source)
-        width = lambda x: inputs_q.shape[-1] if x is None else x.shape[-1]
-        features = inputs_q.shape[-1] if self.qkv_features is None else self.qkv_features
-        if self.num_heads < 1 or features % self.num_heads:
-            raise ValueError(
-                f"MultiHeadDotProductAttention: qkv_features = {features} does not divide by num_heads = "
-                f"{self.num_heads}. Fix: widths that divide."
-            )
+        model = inputs_q.shape[-1]
+        in_k = model if inputs_k is None else inputs_k.shape[-1]
+        features = model if self.qkv_features is None else self.qkv_features
+        width = head_width(type(self).__name__, features, self.num_heads, self.qkv_features is not None)
         if self.attention_fn not in (None, nn.dot_product_attention):
             raise ValueError(
                 f"attention_fn: got {self.attention_fn!r}, which would not see the variant. "
                 "Fix: None, and engine= for another engine."
             )
         spec = HeadSpec(
-            model=inputs_q.shape[-1],
+            model=model,
             heads=self.num_heads,
-            d_qk=features // self.num_heads,
-            d_v=features // self.num_heads if self.d_v is None else self.d_v,
-            in_k=width(x_k),
-            in_v=width(x_v),
-            out=inputs_q.shape[-1] if self.out_features is None else self.out_features,
+            kv_heads=cast(Any, self.num_kv_heads),
+            d_qk=width,
+            d_v=width if self.d_v is None else self.d_v,
+            in_k=in_k,
+            in_v=in_k if inputs_v is None else inputs_v.shape[-1],
+            out=model if self.out_features is None else self.out_features,
+            scale=cast(Any, self.scale),
+            rotary=self.rotary,
+            softcap=self.softcap,
             use_bias=self.use_bias,
-            qk_norm="layer" if self.normalize_qk else None,
+            qk_norm="layer" if self.normalize_qk and self.qk_norm is None else self.qk_norm,
+            qk_norm_eps=self.qk_norm_eps,
             dropout=self.dropout_rate,
             head_dropout=self.head_dropout_rate,
             dropout_shared=("b", "h") if self.broadcast_dropout else (),
@@ -184,18 +220,23 @@ class MultiHeadDotProductAttention(nn.Module):
     def _params(self, attn: Attention) -> PyTree:
         """The tree that `attn` takes, each leaf drawn where Flax draws it."""
         dtype = self.param_dtype
-        shapes = jax.eval_shape(attn.init, jax.random.key(0))
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        for path, shape in expected(attn).shapes.items():
+            group, leaf = path.split("/", 1)
+            shapes.setdefault(group, {})[leaf] = shape
         params = {}
         for name in PROJECTIONS:
             at_out = name == "out"
             kernel_init = self.out_kernel_init if at_out and self.out_kernel_init else self.kernel_init
             bias_init = self.out_bias_init if at_out and self.out_bias_init else self.bias_init
-            leaves = {leaf: shapes[name][leaf].shape for leaf in shapes[name]}
-            params[name] = _Linear(leaves, 2 if at_out else 1, kernel_init, bias_init, dtype, name=name)()
-        for name in {"query_ln", "key_ln"} & set(shapes):
-            params[name] = _Norm(shapes[name]["scale"].shape, dtype, name=name)()
+            inward = 2 if at_out else 1
+            params[name] = _Linear(shapes[name], inward, kernel_init, bias_init, dtype, name=name)()
+        for name in [name for name in ("query_ln", "key_ln") if name in shapes]:
+            params[name] = _Norm(shapes[name]["scale"], dtype, name=name)()
+        if self.is_initializing():
+            check_axis_names(self._axis_names())
         own = {}
-        if shapes["heads"]:
+        if "heads" in shapes:
             own = self.param("heads", lambda rng: attn.init(rng, dtype)["heads"])
         return {**params, "heads": own}
 
@@ -206,39 +247,22 @@ class MultiHeadDotProductAttention(nn.Module):
             return None
         return self.make_rng("dropout") if dropout_rng is None else dropout_rng
 
-    def _precision(self):
-        """What sets the precision of the products inside."""
-        if self.precision is None:
-            return contextlib.nullcontext()
-        name = (
-            self.precision.name.lower() if isinstance(self.precision, jax.lax.Precision) else self.precision
-        )
-        if not isinstance(name, str):
-            raise TypeError(f"precision: got {name!r}, expected one. Fix: jax.lax.Precision, or its name.")
-        return jax.default_matmul_precision(name)
+    def _axis_names(self) -> dict[str, tuple[str | None, ...]]:
+        """The names that boxes give to the axes of the projections' leaves."""
+        found = {}
+        for path in AXES:
+            group, leaf = path.split("/")
+            names = getattr((self.get_variable("params", group) or {}).get(leaf), "names", None)
+            if names is not None:
+                found[path] = tuple(names)
+        return found
 
-    def _cache(self, attn: Attention, x: Array, params: PyTree) -> Cache:
-        """What the collection `cache` holds; while it holds nothing, a cache for as many rows as `x` has."""
-        batch, dtype = x.shape[:-2], jnp.promote_types(x.dtype, params["key"]["kernel"].dtype)
-        size = x.shape[-2]
-        if self.has_variable("cache", "cached_key"):
-            size = self.get_variable("cache", "cached_key").shape[-3]
-        empty = jax.eval_shape(lambda: attn.empty_cache(batch, size, dtype=dtype))
-        rows, tree = jax.tree_util.tree_flatten_with_path(empty.side)
-        held = {_name(path): leaf for path, leaf in rows}
-        held |= {"cache_index": empty.count, "cache_refused": empty.refused}
-        for name, leaf in held.items():
-            held[name] = self.variable("cache", name, jnp.zeros, leaf.shape, leaf.dtype).value
-        *side, count, refused = held.values()
-        return dataclasses.replace(empty, side=jax.tree.unflatten(tree, side), count=count, refused=refused)
-
-    def _keep(self, cache: Cache) -> None:
-        """Put a cache into the collection `cache`; keys, values and index have Flax's names."""
-        rows, _ = jax.tree_util.tree_flatten_with_path(cache.side)
-        for path, leaf in rows:
-            self.put_variable("cache", _name(path), leaf)
-        self.put_variable("cache", "cache_index", cache.count)
-        self.put_variable("cache", "cache_refused", cache.refused)
+    def _cache(self, attn: Attention) -> Cache:
+        """What the collection `cache` holds."""
+        key = self.get_variable("cache", "cached_key")
+        *batch, size, _, _ = key.shape
+        shape = cache_shape(attn, tuple(batch), size, key.dtype)
+        return cache_of(shape, {name: self.get_variable("cache", name) for name in cache_arrays(shape)})
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
@@ -270,18 +294,8 @@ class _Linear(nn.Module):
         return leaves
 
     def _draw(self, rng: Array, init: Initializer, flat: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-        """Drawn values in their stored shape; a box around them stays, if it names each of their axes."""
-        drawn = init(rng, flat, self.dtype)
-        names = getattr(drawn, "names", None)
-        if names is not None and len(names) != len(shape):
-            axes = PROJECTIONS[str(self.name)]
-            axes = axes if len(shape) == 3 else axes.removeprefix("m ") if self.name != "out" else "m"
-            raise ValueError(
-                f"{self.name}: the initialiser gives the names {names}, expected one for each of the axes "
-                f'"{axes}" (shape {shape}). Fix: nn.with_partitioning(init, ({", ".join(axes.split())})); '
-                "the output map, kernel [h, v, m], has out_kernel_init and out_bias_init of its own."
-            )
-        return jax.tree.map(lambda x: x.reshape(shape), drawn)
+        """Drawn values in their stored shape; a box around them stays."""
+        return jax.tree.map(lambda x: x.reshape(shape), init(rng, flat, self.dtype))
 
 
 class _Norm(nn.Module):
@@ -295,25 +309,21 @@ class _Norm(nn.Module):
         return {"scale": self.param("scale", nn.initializers.ones, self.shape, self.dtype)}
 
 
-def _as_mask(mask: Mask | Array | None) -> Mask | None:
-    """A Flax mask may leave out axes in front, as arrays broadcast."""
-    if mask is None or isinstance(mask, Mask):
-        return mask
-    mask = jnp.asarray(mask)
-    return from_flax(mask.reshape((1,) * (3 - mask.ndim) + mask.shape))
-
-
-def _check_step(itself: bool, bias: Array | None, dropout_key: Array | None) -> None:
-    """Raise for what a step of decoding does not take."""
-    for what, given, fix in (
-        ("inputs_k", not itself, "decode=False: the keys of another sequence do not grow"),
-        ("bias", bias is not None, "leave it out; masks may be given"),
-        ("dropout", dropout_key is not None, "deterministic=True"),
-    ):
-        if given:
-            raise ValueError(f"{what}: a step of decode=True is self-attention without it. Fix: {fix}.")
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    """The variable of an array of a key side, as cached_key or cached_pre_0_down."""
-    return "_".join(["cached", *(str(getattr(part, "name", getattr(part, "idx", ""))) for part in path)])
+def _read_inputs_kv(
+    inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array | None
+) -> tuple[Array | None, Array | None]:
+    """Keys' and values' states; `inputs_kv` is both, with Flax's own warning."""
+    if inputs_kv is None:
+        return inputs_k, inputs_v
+    if inputs_k is not None or inputs_v is not None:
+        raise ValueError(
+            "inputs_kv: given beside inputs_k or inputs_v, expected one of the two ways. Fix: inputs_k, and "
+            "inputs_v where it differs; inputs_kv is deprecated."
+        )
+    warnings.warn(
+        "The inputs_kv arg will be deprecated soon. Use inputs_k and inputs_v instead. See "
+        "https://github.com/google/flax/discussions/3389 for more information.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return inputs_kv, None

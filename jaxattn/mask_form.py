@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxattn.axes import same_rank
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -260,7 +262,7 @@ class And(Mask):
         if not self.parts:
             return jnp.ones((1, 1, 1), bool)
         blocks = (part.block(frame, q_start, q_size, k_start, k_size) for part in self.parts)
-        return functools.reduce(operator.and_, blocks)
+        return functools.reduce(operator.and_, same_rank(*blocks))
 
     def fill(self, frame: Frame, q_start: int, q_size: int, k_start: int, k_size: int) -> Fill:
         fills = {part.fill(frame, q_start, q_size, k_start, k_size) for part in self.parts}
@@ -295,7 +297,7 @@ class Or(Mask):
 
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         blocks = (part.block(frame, q_start, q_size, k_start, k_size) for part in self.parts)
-        return functools.reduce(operator.or_, blocks)
+        return functools.reduce(operator.or_, same_rank(*blocks))
 
     def fill(self, frame: Frame, q_start: int, q_size: int, k_start: int, k_size: int) -> Fill:
         fills = {part.fill(frame, q_start, q_size, k_start, k_size) for part in self.parts}
@@ -341,7 +343,7 @@ class Not(Mask):
 def _all_of(rows: list[Array | None]) -> Array | None:
     """Rows that every part allows; None allows all."""
     known = [x for x in rows if x is not None]
-    return functools.reduce(lambda a, b: operator.and_(*_same_rank(a, b)), known) if known else None
+    return functools.reduce(operator.and_, same_rank(*known)) if known else None
 
 
 def _any_of(rows: list[Array | None]) -> Array | None:
@@ -349,13 +351,7 @@ def _any_of(rows: list[Array | None]) -> Array | None:
     known = [x for x in rows if x is not None]
     if len(known) < len(rows):
         return None
-    return functools.reduce(lambda a, b: operator.or_(*_same_rank(a, b)), known)
-
-
-def _same_rank(a: Array, b: Array) -> tuple[Array, Array]:
-    rank = max(a.ndim, b.ndim)
-    wide = lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape)
-    return wide(a), wide(b)
+    return functools.reduce(operator.or_, same_rank(*known))
 
 
 def as_mask(mask: Mask | None) -> Mask:

@@ -15,6 +15,7 @@ from einops import rearrange
 from jax import Array
 from jax.core import Tracer
 
+from jaxattn.axes import same_rank
 from jaxattn.mask_form import And, Fill, Frame, Mask, Named, Start, axes_text, described
 
 Align = Literal["start", "end"]
@@ -43,9 +44,11 @@ class Band(Mask):
         return frame.k_len - frame.q_len if self.align == "end" and not given else 0
 
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
-        q = _positions(frame.q_position, q_start + self._shift(frame), q_start, q_size)
-        k = _positions(frame.k_position, k_start, k_start, k_size)
-        distance = q[..., None, :, None] - k[..., None, None, :]
+        dtype = _position_type(frame)
+        q = _positions(frame.q_position, self._shift(frame), q_start, q_size, dtype)
+        k = _positions(frame.k_position, 0, k_start, k_size, dtype)
+        q, k = same_rank(rearrange(q, "... q -> ... 1 q 1"), rearrange(k, "... k -> ... 1 1 k"))
+        distance = q - k
         seen = distance >= -self.ahead
         return seen if self.behind is None else seen & (distance < self.behind)
 
@@ -106,11 +109,16 @@ class Lengths(Mask):
         return Lengths(function(self.n, 0))
 
     def source_valid(self, k_len: int) -> Array | None:
-        return jnp.arange(k_len) < self.n[..., None]
+        return self._real(jnp.arange(k_len, dtype=jnp.int32), "... -> ... 1")
 
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
-        row = k_start + jnp.arange(k_size, dtype=jnp.int32)
-        return row < self.n[..., None, None, None]
+        return self._real(_count_from(k_start, k_size, jnp.dtype(jnp.int32)), "... -> ... 1 1 1")
+
+    def _real(self, row: Array, pattern: str) -> Array:
+        """Which of the rows, [k], are below n, with the axes that `pattern` gives it."""
+        n = self.n.astype(_wide(self.n.dtype))
+        row, n = same_rank(row.astype(n.dtype), rearrange(n, pattern))
+        return row < n
 
     def __repr__(self) -> str:
         return f"lengths({axes_text(self.arrays()[0])})"
@@ -136,8 +144,9 @@ class Segments(Mask):
 
     def block(self, frame: Frame, q_start: Start, q_size: int, k_start: Start, k_size: int) -> Array:
         k_ids = self.q_ids if self.k_ids is None else self.k_ids
-        q = _rows(self.q_ids, q_start, q_size, -1)[..., None, :, None]
-        return q == _rows(k_ids, k_start, k_size, -1)[..., None, None, :]
+        q = rearrange(_rows(self.q_ids, q_start, q_size, -1), "... q -> ... 1 q 1")
+        k = rearrange(_rows(k_ids, k_start, k_size, -1), "... k -> ... 1 1 k")
+        return operator.eq(*same_rank(q, k))
 
     def __repr__(self) -> str:
         named = self.arrays()[: 1 if self.k_ids is None else 2]
@@ -353,9 +362,28 @@ def _rows(array: Array, start: Start, size: int, axis: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=axis)
 
 
-def _positions(position: Array | None, first: Start, start: Start, size: int) -> Array:
+def _positions(position: Array | None, shift: int, start: Start, size: int, dtype: jnp.dtype) -> Array:
+    """Positions of rows start .. start + size: [..., size], those that are given, or counted from `shift`."""
     if position is None:
-        return jnp.asarray(first) if jnp.ndim(first) else first + jnp.arange(size, dtype=jnp.int32)
-    position = jnp.asarray(position)
-    # at least int32 and signed: a difference of unsigned or narrow positions would wrap
-    return _rows(position.astype(jnp.result_type(position.dtype, jnp.int32)), start, size, -1)
+        return _count_from(start, size, dtype) + jnp.asarray(shift, dtype)
+    return _rows(jnp.asarray(position).astype(dtype), start, size, -1)
+
+
+def _count_from(start: Start, size: int, dtype: jnp.dtype) -> Array:
+    """start, start + 1, ...; row numbers that are given one by one as they are."""
+    start = jnp.asarray(start, dtype)
+    return start if start.ndim else start + jnp.arange(size, dtype=dtype)
+
+
+def _position_type(frame: Frame) -> jnp.dtype:
+    """One type for the positions of both sides; rows that are counted take the other side's."""
+    types = [_wide(jnp.result_type(p)) for p in (frame.q_position, frame.k_position) if p is not None]
+    kinds = [t for t in types if jnp.issubdtype(t, jnp.floating)] or types
+    return max(kinds, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.int32))
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    """Signed and at least int32: a difference of unsigned or narrow numbers would wrap."""
+    if jnp.issubdtype(dtype, jnp.floating) or dtype in (jnp.int32, jnp.int64):
+        return dtype
+    return jnp.result_type(int) if dtype in (jnp.uint32, jnp.uint64) else jnp.dtype(jnp.int32)

@@ -1,7 +1,8 @@
-"""What the arguments of a Flax module mean to the pure functions: masks, precision, positions, decode."""
+"""What the arguments of a Flax module mean to the pure functions: sizes, names of axes, masks, positions."""
 
 import contextlib
-import functools
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,10 +11,83 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from jaxattn.attention import Attention, Aux
-from jaxattn.masks import Mask, as_mask, causal, from_flax
+from jaxattn.masks import Mask, from_flax
 
-PyTree = Any
+Names = tuple[str | None, ...]
+
+# Axes of the projections' leaves as users of Flax know them.
+AXES = {
+    "query/kernel": "m h d", "key/kernel": "m h d", "value/kernel": "m h d", "out/kernel": "h v m",
+    "query/bias": "h d", "key/bias": "h d", "value/bias": "h v", "out/bias": "m",
+    "query_ln/scale": "d", "key_ln/scale": "d",
+}  # fmt: skip
+
+
+def head_width(layer: str, features: int, num_heads: int, given: bool) -> int:
+    """Channels of each head.
+
+    Args:
+        layer: its class, for the error.
+        features: heads times width; the width of the states where the caller gave none.
+        num_heads: heads.
+        given: whether the caller gave `features`.
+
+    Raises:
+        ValueError: for sizes that do not divide, with the nearest that do.
+
+    Example:
+        >>> head_width("MultiHeadAttention", 32, 4, given=True)
+        8
+    """
+    if num_heads < 1:
+        raise ValueError(f"{layer}: num_heads = {num_heads}, expected at least 1.")
+    if features % num_heads == 0:
+        return features // num_heads
+    width = max(1, round(features / num_heads))
+    divisors = (n for n in range(1, features + 1) if features % n == 0)
+    near = min(divisors, key=lambda n: (abs(n - num_heads), -n))
+    what = f"qkv_features = {features}" + ("" if given else " (the width of the states)")
+    raise ValueError(
+        f"{layer}: {what} does not divide by num_heads = {num_heads}. Fix: "
+        f"qkv_features={width * num_heads} (width {width}), or num_heads={near}."
+    )
+
+
+def check_axis_names(names: Mapping[str, Names]) -> None:
+    """Raise where an initialiser gives more names than a leaf has axes; warn once where it gives fewer.
+
+    Flax takes fewer names for the leading axes. Written for a flat kernel [m, h * d], two names then say
+    something else of the output kernel [h, v, m] (google/flax issue 3892).
+
+    Args:
+        names: by the path of a leaf, such as "query/kernel"; None is an axis without a name.
+
+    Raises:
+        ValueError: with the names and the axes.
+
+    Example:
+        >>> check_axis_names({"query/kernel": ("embed", "heads", None), "query/bias": ("heads", None)})
+    """
+    fewer: dict[str, list[str]] = {}
+    for path, given in names.items():
+        axes = AXES[path].split()
+        if len(given) > len(axes):
+            raise ValueError(
+                f"{path}: the initialiser gives the names {given}, expected at most one for each of the axes "
+                f"[{', '.join(axes)}]. Fix: a name or None for each; `out` takes initialisers of its own "
+                "(out_kernel_init, out_bias_init)."
+            )
+        pairs = zip(given, axes, strict=False)
+        named = [f"{name!r} names {axis}" for name, axis in pairs if name is not None]
+        if len(given) < len(axes) and named:
+            fewer.setdefault(f"[{', '.join(axes)}]: {', '.join(named)}", []).append(path)
+    if fewer:
+        found = "; ".join(f"{', '.join(paths)} {what}" for what, paths in fewer.items())
+        warnings.warn(
+            f"fewer names than axes, taken for the leading axes as Flax does. {found}. Fix: a name or None "
+            "for each axis; `out` takes initialisers of its own (out_kernel_init, out_bias_init).",
+            stacklevel=2,
+        )
 
 
 def read_mask(mask: Any, batch: tuple[int, ...]) -> Mask | None:
@@ -128,34 +202,3 @@ def placed(x: Array, sharding: Any) -> Array:
     if AxisType.Explicit in tuple(mesh.axis_types):
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
-
-
-def attend_whole(
-    attn: Attention,
-    params: PyTree,
-    x_q: Array,
-    source: Any,
-    mask: Any,
-    is_causal: bool,
-    valid: Array | None,
-    positions: tuple[Any, Any],
-    sharding: Any,
-    named: dict[str, Any],
-) -> tuple[Array, Aux]:
-    """One call without a cache.
-
-    Args:
-        attn, params, x_q: as in `Attention.apply`.
-        source: [..., k, m_k], a pair, or None for self-attention.
-        mask: what `read_mask` takes.
-        is_causal: hide keys at later positions.
-        valid: [..., k] bool, source rows that are real.
-        positions: of queries and keys.
-        sharding: of the projected heads, or None.
-        named: what else `Attention.apply` and `Attention.attend` both take.
-    """
-    read = as_mask(read_mask(mask, x_q.shape[:-2]))
-    if is_causal:
-        read &= causal()
-    place = None if sharding is None else functools.partial(placed, sharding=sharding)
-    return attn.apply(params, x_q, source, read, positions=positions, valid=valid, place=place, **named)

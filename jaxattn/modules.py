@@ -3,42 +3,36 @@
 It stands where `flax.nnx.MultiHeadAttention` stood: the same arguments, parameter names and layout.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxattn.attention import Aux, Initializer, attention
-from jaxattn.inputs import check_state
+from jaxattn import module_call
+from jaxattn.attention import Initializer, attention
+from jaxattn.cache import Cache
 from jaxattn.masks import Mask
-from jaxattn.module_args import (
-    at_precision,
-    attend_whole,
-    pair_positions,
-    placed,
-    precision_name,
-    read_bias,
-    read_mask,
-    read_source,
+from jaxattn.module_args import at_precision, head_width, precision_name, read_source
+from jaxattn.module_call import SOWN, Asked, Done, Face
+from jaxattn.module_state import (
+    GROUPS,
+    cache_arrays,
+    check_functions,
+    held_cache,
+    new_cache,
+    new_params,
+    params_of,
 )
-from jaxattn.module_state import draw, join_cache, of_path, split_cache
-from jaxattn.sharding import leaf_axes
+from jaxattn.module_state import AuxLoss as AuxLoss
 from jaxattn.sides import KeySide
 from jaxattn.spec import HeadSpec, Rotary
 from jaxattn.transform import HeadTransform, identity
 
 PyTree = Any
 Metadata = Mapping[str, Any]
-LEAVES = ("query", "key", "value", "out", "query_ln", "key_ln", "heads")
-CACHED = ("cached_key", "cached_value", "cache_index", "cached_rows")  # Flax's names, and the rest
-SOWN = "mixed_weights"  # what meets the values, before dropout; without mixes the softmax itself
 
 
 class MultiHeadAttention(nnx.Module):
@@ -74,7 +68,7 @@ class MultiHeadAttention(nnx.Module):
             key_ln_scale_metadata: metadata of each `nnx.Param`; those of `out` default to the first two.
         variant: a HeadTransform, for example `variants.moh(shared=2, top_k=4)`.
         d_v: value head width; default that of query and key.
-        qk_norm, rotary, scale, softcap: as in `HeadSpec`.
+        qk_norm, qk_norm_eps, rotary, scale, softcap: as in `HeadSpec`.
         engine: which engine runs the call; none changes the function.
         name_axes: every `nnx.Param` also carries the names of its axes as metadata, `axes=("m", "hl", "d")`.
             Off by default: trees of `nnx.Param` map together only where their metadata are equal.
@@ -127,28 +121,24 @@ class MultiHeadAttention(nnx.Module):
         d_v: int | None = None,
         head_dropout_rate: float = 0.0,
         qk_norm: Literal["rms", "layer"] | None = None,
+        qk_norm_eps: float = 1e-6,
         rotary: Rotary | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         engine: str = "auto",
         name_axes: bool = False,
     ):
-        _check_attention_fn(attention_fn)
-        _check_promotion(qkv=qkv_promote_dtype, out=out_promote_dtype, ln=ln_promote_dtype)
+        check_functions(attention_fn, qkv=qkv_promote_dtype, out=out_promote_dtype, ln=ln_promote_dtype)
         precision_name(precision)
-        qkv_features = in_features if qkv_features is None else qkv_features
-        if num_heads < 1 or qkv_features % num_heads:
-            raise ValueError(
-                f"MultiHeadAttention: qkv_features = {qkv_features} does not divide by num_heads = "
-                f"{num_heads}. Fix: widths that divide."
-            )
+        features = in_features if qkv_features is None else qkv_features
+        width = head_width("MultiHeadAttention", features, num_heads, qkv_features is not None)
         kv_features = in_features if in_kv_features is None else in_kv_features
         spec = HeadSpec(
             model=in_features,
             heads=num_heads,
             kv_heads=cast(Any, num_kv_heads),
-            d_qk=qkv_features // num_heads,
-            d_v=qkv_features // num_heads if d_v is None else d_v,
+            d_qk=width,
+            d_v=width if d_v is None else d_v,
             in_k=kv_features,
             in_v=kv_features,
             out=cast(Any, out_features),
@@ -156,6 +146,7 @@ class MultiHeadAttention(nnx.Module):
             scale=cast(Any, scale),
             rotary=rotary,
             qk_norm="layer" if normalize_qk and qk_norm is None else qk_norm,
+            qk_norm_eps=qk_norm_eps,
             dropout=dropout_rate,
             head_dropout=head_dropout_rate,
             dropout_shared=("b", "h") if broadcast_dropout else (),
@@ -163,7 +154,6 @@ class MultiHeadAttention(nnx.Module):
         )
         self.attn = nnx.static(attention(spec, variant))
         inits = kernel_init, bias_init, out_kernel_init, out_bias_init
-        params, boxes = draw(self.attn, rngs.params(), param_dtype, *inits)
         metadata = {
             "kernel": kernel_metadata,
             "bias": bias_metadata,
@@ -172,17 +162,9 @@ class MultiHeadAttention(nnx.Module):
             "query_ln/scale": query_ln_scale_metadata,
             "key_ln/scale": key_ln_scale_metadata,
         }
-        axes = leaf_axes(self.attn) if name_axes else {}
-
-        def as_param(path: tuple[str, ...], value: Array) -> nnx.Param:
-            about: dict[str, Any] = dict(of_path(metadata, path) or {})
-            if name_axes:
-                about["axes"] = functools.reduce(lambda tree, name: tree[name], path, axes)
-            box = of_path(boxes, path)
-            return nnx.Param(value if box is None else dataclasses.replace(box, raw_value=value), **about)
-
-        for name in LEAVES:
-            setattr(self, name, _as_node(as_param, (name,), params.get(name)))
+        nodes = new_params(self.attn, rngs.params(), param_dtype, inits, metadata, name_axes)
+        for name in GROUPS:
+            setattr(self, name, nodes.get(name, nnx.data(None)))
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.deterministic = deterministic
@@ -198,7 +180,6 @@ class MultiHeadAttention(nnx.Module):
         self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
         self.cached_value: nnx.Cache[Any] | None = nnx.data(None)
         self.cache_index: nnx.Cache[Any] | None = nnx.data(None)
-        self.cached_rows: nnx.Cache[Any] | None = nnx.data(None)
 
     # Facts of the built layer; a property, so that nobody sets one and believes that it has an effect.
     num_heads = property(lambda self: self.attn.spec.heads)
@@ -242,42 +223,33 @@ class MultiHeadAttention(nnx.Module):
             deterministic, rngs, decode: override what the module holds.
             sow_weights: sow the weights that meet the values, before dropout, [..., h, q, k], as
                 `attention_weights` of `nnx.Intermediate`.
-            is_causal: hide keys at later positions than the query's, beside `mask`; decode always does.
+            is_causal: hide keys at later positions than the query's, beside `mask`; refused in decode,
+                which is always causal.
             out_sharding: of the output; qkv_sharding: of projected queries, keys and values [..., t, h, d].
             input_positions: [..., t], positions of queries and keys, as Flax names them.
             bias: [..., h, q, k] added to the logits.
             valid: [..., k] bool, source rows that are real; the others are zeroed, and hidden.
             positions, capture: as in `Attention.apply`.
-            return_aux: also return `Aux`, with auxiliary losses and captured arrays.
+            return_aux: also return `Aux`, with auxiliary losses and captured arrays. Without it, weighted
+                losses are sown for `nnx.capture(model, AuxLoss)`.
 
         Raises:
             ValueError: when dropout is on and there is no key to draw it with; in decode without a cache,
                 with `inputs_k`, or, outside of jit, with more rows than fit.
         """
         decode = self.decode if decode is None else decode
-        if decode and inputs_k is inputs_q and (inputs_v is None or inputs_v is inputs_q):
-            inputs_k = inputs_v = None  # self-attention, written out
-        source = read_source(inputs_k, inputs_v)
-        params, inputs_q, source = self._cast(self.params(), inputs_q, source)
-        batch = check_state("inputs_q", inputs_q, "q", self.in_features, "in_features=...").shape[:-2]
-        if inputs_k is not None:
-            check_state("inputs_k", inputs_k, "k", self.in_kv_features, "in_kv_features=...")
-        k_len = inputs_q.shape[-2] if inputs_k is None else inputs_k.shape[-2]
-        both = pair_positions(positions, input_positions, inputs_k is not None, k_len)
-        named = self._named(batch, bias, deterministic, rngs, sow_weights, capture)
-        with at_precision(self.precision):
-            if decode:
-                held = self._cache_for(source, qkv_sharding)
-                cache = join_cache(**{name: variable.get_value() for name, variable in held.items()})
-                named |= dict(valid=valid, positions=both[0])
-                y, aux, cache = self.attn.decode(params, cache, inputs_q, read_mask(mask, batch), **named)
-                for name, value in split_cache(cache).items():
-                    held[name].set_value(value)
-            else:
-                y, aux = attend_whole(
-                    self.attn, params, inputs_q, source, mask, is_causal, valid, both, qkv_sharding, named
-                )
-        return self._finish(placed(y, out_sharding), aux, sow_weights, capture, return_aux)
+        asked = Asked(
+            mask=mask, bias=bias, dropout_key=self._dropout_key(deterministic, rngs), is_causal=is_causal,
+            valid=valid, positions=positions, input_positions=input_positions, sow_weights=sow_weights,
+            capture=capture, out_sharding=out_sharding, qkv_sharding=qkv_sharding,
+        )  # fmt: skip
+        inputs = (inputs_q, inputs_k, inputs_v)
+        cache = self._cache() if decode else None
+        done = module_call.run(self._face(), self.attn, self._params(), inputs, asked, cache)
+        if done.cache is not None:
+            for name, value in cache_arrays(done.cache).items():
+                getattr(self, name).set_value(value)
+        return self._finish(done, return_aux)
 
     def key_side(
         self,
@@ -299,7 +271,7 @@ class MultiHeadAttention(nnx.Module):
             >>> layer.attend(jnp.ones((4, 5, 6)), side).shape
             (4, 5, 6)
         """
-        params, source = self._cast(self.params(), read_source(inputs_k, inputs_v))
+        params, source = self._face().cast(self._params(), read_source(inputs_k, inputs_v))
         with at_precision(self.precision):
             return self.attn.key_side(params, source, valid, positions)
 
@@ -327,20 +299,19 @@ class MultiHeadAttention(nnx.Module):
             positions: [..., q]; None counts from 0.
             mask, bias, deterministic, rngs, sow_weights, capture, return_aux: as in the call.
         """
-        params, inputs_q = self._cast(self.params(), inputs_q)
-        batch = check_state("inputs_q", inputs_q, "q", self.in_features, "in_features=...").shape[:-2]
-        named = self._named(batch, bias, deterministic, rngs, sow_weights, capture)
-        read = read_mask(mask, batch)
-        with at_precision(self.precision):
-            y, aux = self.attn.attend(params, inputs_q, side, read, positions=positions, valid=valid, **named)
-        return self._finish(y, aux, sow_weights, capture, return_aux)
+        asked = Asked(
+            mask=mask, bias=bias, dropout_key=self._dropout_key(deterministic, rngs), valid=valid,
+            positions=positions, sow_weights=sow_weights, capture=capture,
+        )  # fmt: skip
+        done = module_call.attend(self._face(), self.attn, self._params(), inputs_q, side, asked)
+        return self._finish(done, return_aux)
 
-    def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
+    def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike | None = None) -> None:
         """Put an empty cache into the module, for calls with decode=True.
 
         Args:
             input_shape: [..., size, m]: batch axes, rows that fit, width of the states.
-            dtype: that of the module, else of states and parameters.
+            dtype: of the rows; default that of the module, else that of its parameters.
 
         Example:
             >>> layer = MultiHeadAttention(num_heads=2, in_features=6, decode=True, rngs=nnx.Rngs(0))
@@ -387,57 +358,45 @@ class MultiHeadAttention(nnx.Module):
         batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         if self.cached_key is not None and self.cached_key.shape[:-2] == (*batch, max_length):
             return
-        self._new_cache(batch, max_length, self.param_dtype if self.dtype is None else self.dtype)
+        self._new_cache(batch, max_length, None)
 
     def params(self) -> PyTree:
         """The parameters as the plain tree that `self.attn` takes."""
-        nodes = {name: getattr(self, name) for name in LEAVES}
-        return {name: _as_dict(node) for name, node in nodes.items() if node is not None}
+        return self._params()
 
-    def _new_cache(self, batch: tuple[int, ...], size: int, dtype: DTypeLike) -> None:
-        for name, value in split_cache(self.attn.empty_cache(batch, size, dtype=dtype)).items():
-            setattr(self, name, nnx.Cache(value))
+    def _params(self) -> PyTree:
+        return params_of({name: getattr(self, name) for name in GROUPS})
 
-    def _cache_for(self, source: Any, qkv_sharding: Any) -> dict[str, nnx.Cache[Any]]:
-        """The variables of the cache; raises where a call cannot use them."""
-        if source is not None:
-            raise ValueError(
-                "inputs_k: given in decode, where rows of inputs_q are appended to the cache and attend to "
-                "it. Fix: leave it out for self-attention; for a source, side = layer.key_side(inputs_k) "
-                "once and layer.attend(inputs_q, side) at each step, or decode=False in this call."
-            )
-        if qkv_sharding is not None:
-            raise ValueError(
-                "qkv_sharding: given in decode, where the cache has a sharding of its own. Fix: leave it "
-                "out, and place the variables of nnx.Cache."
-            )
-        held = {name: getattr(self, name) for name in CACHED}
-        if None in held.values():
+    def _face(self) -> Face:
+        widths = "in_features=...", "in_kv_features=..."
+        new_cache = "layer.init_cache({shape}, dtype={dtype}), then the prompt again"
+        return Face(self.dtype, self.precision, self.engine, *widths, new_cache)
+
+    def _new_cache(self, batch: tuple[int, ...], size: int, dtype: DTypeLike | None) -> None:
+        if dtype is None:
+            dtype = self.param_dtype if self.dtype is None else self.dtype
+        for name, variable in new_cache(self.attn, batch, size, dtype).items():
+            setattr(self, name, variable)
+
+    def _cache(self) -> Cache:
+        if self.cached_key is None or self.cache_index is None:
             raise ValueError(
                 "decode: the module has no cache. Fix: layer.init_cache(input_shape), or nnx.view(model, "
                 "decode=True, batch_size=..., max_length=...)."
             )
-        return held
+        return held_cache(self.attn, vars(self))
 
-    def _named(self, batch, bias, deterministic, rngs, sow: bool, capture: tuple[str, ...]) -> dict[str, Any]:
-        """What every way to attend takes by name."""
-        return dict(
-            bias=read_bias(bias, batch),
-            engine=self.engine,
-            dropout_key=self._dropout_key(deterministic, rngs),
-            capture=(*capture, SOWN) if sow and SOWN not in capture else capture,
-        )
-
-    def _finish(self, y: Array, aux: Aux, sow: bool, capture: tuple[str, ...], return_aux: bool) -> Any:
-        if sow:
-            self.sow(nnx.Intermediate, "attention_weights", aux.captured[SOWN])
-        aux = aux._replace(captured={name: aux.captured[name] for name in capture})
-        return (y, aux) if return_aux else y
-
-    def _cast(self, *trees: PyTree) -> tuple[Any, ...]:
-        if self.dtype is None:
-            return trees
-        return jax.tree.map(lambda x: jnp.asarray(x, self.dtype), trees)
+    def _finish(self, done: Done, return_aux: bool) -> Any:
+        if done.weights is not None:
+            self.sow(nnx.Intermediate, SOWN, done.weights)
+        if return_aux:
+            return done.y, done.aux
+        kinds = {type(variable) for variable in getattr(self, "__captures__", ())}
+        kind = AuxLoss if AuxLoss in kinds else nnx.Intermediate
+        if kind in kinds:  # outside of `nnx.capture`, sowing would change the module
+            for name, loss in done.losses().items():
+                self.sow(kind, name, loss)
+        return done.y
 
     def _dropout_key(self, deterministic: bool | None, rngs: Any) -> Array | None:
         spec = self.attn.spec
@@ -457,54 +416,3 @@ class MultiHeadAttention(nnx.Module):
         if rngs is None:
             raise ValueError("rngs: training with dropout needs a PRNG key. Fix: rngs=nnx.Rngs(...).")
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
-
-
-def _as_node(as_param: Callable[[tuple[str, ...], Array], nnx.Param], path: tuple[str, ...], leaves: PyTree):
-    """A tree of arrays as a module's attribute: dicts of parameters; None where Flax has None."""
-    if leaves is None:
-        return nnx.data(None)
-    if not isinstance(leaves, dict):
-        return as_param(path, leaves)
-    nodes = {name: _as_node(as_param, (*path, name), leaf) for name, leaf in leaves.items()}
-    if "kernel" in nodes and "bias" not in nodes and path[0] != "heads":
-        nodes["bias"] = nnx.data(None)
-    return nnx.Dict(nodes)
-
-
-def _as_dict(node: Any) -> PyTree:
-    """The arrays alone: not None, and not what `nnx.capture` hangs onto every module."""
-    if isinstance(node, nnx.Dict):
-        leaves = node.items()
-        return {name: _as_dict(leaf) for name, leaf in leaves if isinstance(leaf, (nnx.Variable, nnx.Dict))}
-    return node[...]
-
-
-def _check_attention_fn(function: Any) -> None:
-    if function is not None and function is not nnx.dot_product_attention:
-        raise ValueError(
-            f"attention_fn: got {function!r}, expected None or nnx.dot_product_attention: a layer runs this "
-            "library's form alone. Fix: rotary=ja.Rotary(...) for rotary positions, variant=... for another "
-            "mathematics of heads, engine=... for another way to run it."
-        )
-
-
-def _check_promotion(**functions: Any) -> None:
-    for name, function in functions.items():
-        if function is not None and function is not promote_dtype:
-            raise ValueError(
-                f"{name}_promote_dtype: got {function!r}, expected None or Flax's promote_dtype. Fix: "
-                "dtype=, the type to compute in, or cast the states and parameters."
-            )
-
-
-def _refuse_in_decode(source: bool) -> None:
-    if source:
-        raise ValueError(
-            "inputs_k: given in decode, where rows of inputs_q are appended to the cache and attend to it. "
-            "Fix: leave it out for self-attention; for a source of its own, side = layer.key_side(inputs_k) "
-            "once and layer.attend(inputs_q, side) at each step, or decode=False in this call."
-        )
-    raise ValueError(
-        "qkv_sharding: given in decode, where the cache has a sharding of its own. Fix: leave it out, and "
-        "place the variables of nnx.Cache."
-    )

@@ -1,11 +1,13 @@
 """Learned maps between states and heads, head split and merge, rotary positions, head norms."""
 
+import operator
+
 import einops
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxattn.axes import contract
+from jaxattn.axes import at_least_float32, contract, same_rank
 from jaxattn.route import collect, route, spread
 from jaxattn.spec import Rotary
 
@@ -26,7 +28,7 @@ def project(params: dict[str, Array], x: Array) -> Array:
     """
     dtype = jnp.promote_types(x.dtype, params["kernel"].dtype)
     out = _linear(x, params["kernel"], "... t m, m h d -> ... t h d", dtype)
-    return out + params["bias"].astype(dtype) if "bias" in params else out
+    return _add_bias(out, params)
 
 
 def unproject(params: dict[str, Array], heads: Array) -> Array:
@@ -40,8 +42,7 @@ def unproject(params: dict[str, Array], heads: Array) -> Array:
         [..., t, m].
     """
     dtype = jnp.promote_types(heads.dtype, params["kernel"].dtype)
-    out = _linear(heads, params["kernel"], "... t h v, h v m -> ... t m", dtype)
-    return out + params["bias"].astype(dtype) if "bias" in params else out
+    return _add_bias(_linear(heads, params["kernel"], "... t h v, h v m -> ... t m", dtype), params)
 
 
 def project_active(params: dict[str, Array], x: Array, head: Array) -> Array:
@@ -80,12 +81,16 @@ def unproject_active(params: dict[str, Array], heads: Array, head: Array) -> Arr
     pairs = heads.reshape(-1, *heads.shape[-2:]).astype(dtype)
     where = route(jnp.broadcast_to(head, heads.shape[:-1]).reshape(-1, head.shape[-1]), kernel.shape[0])
     out = collect(pairs, kernel.astype(dtype), where).astype(dtype)
-    out = out.reshape(*heads.shape[:-2], kernel.shape[-1])
-    return out + params["bias"].astype(dtype) if "bias" in params else out
+    return _add_bias(out.reshape(*heads.shape[:-2], kernel.shape[-1]), params)
+
+
+def _add_bias(out: Array, params: dict[str, Array]) -> Array:
+    """`out` plus the bias, whose axes are the last of `out`; without one, `out`."""
+    return operator.add(*same_rank(out, params["bias"].astype(out.dtype))) if "bias" in params else out
 
 
 def _linear(x: Array, kernel: Array, pattern: str, dtype) -> Array:
-    sums = jnp.promote_types(dtype, jnp.float32)
+    sums = at_least_float32(dtype)
     return contract(x.astype(dtype), kernel.astype(dtype), pattern, dtype=sums).astype(dtype)
 
 
@@ -133,16 +138,18 @@ def rotate(heads: Array, rotary: Rotary | None, position: Array | None, block: i
     """
     if rotary is None:
         return heads
-    dtype = jnp.promote_types(heads.dtype, jnp.float32)
+    dtype = at_least_float32(heads.dtype)
     if position is None:
         position = jnp.arange(heads.shape[-3])
     width = block if rotary.width is None else rotary.width
     frequency = rotary.base ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
-    angle = position[..., None, None, None].astype(dtype) * frequency
+    position = einops.rearrange(jnp.asarray(position).astype(dtype), "... t -> ... t 1 1 1")
     blocks = einops.rearrange(heads, "... t h (n d) -> ... t h n d", d=block).astype(dtype)
     turned, rest = blocks[..., :width], blocks[..., width:]
     pairs = {"half": "... (two j) -> two ... j", "adjacent": "... (j two) -> two ... j"}[rotary.pairs]
     a, b = einops.rearrange(turned, pairs, two=2)
+    _, position, frequency = same_rank(a, position, frequency)
+    angle = position * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     turned = jnp.stack([a * cos - b * sin, a * sin + b * cos])
     back = " -> ".join(reversed(pairs.split(" -> ")))
@@ -157,8 +164,9 @@ def normalize(heads: Array, kind: str | None, scale: Array | None, eps: float = 
     """
     if kind is None or scale is None:
         return heads
-    x = heads.astype(jnp.promote_types(heads.dtype, jnp.float32))
+    x = heads.astype(at_least_float32(heads.dtype))
     if kind == "layer":
         x = x - x.mean(-1, keepdims=True)
     x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+    x, scale = same_rank(x, scale.astype(x.dtype))
     return (x * scale).astype(heads.dtype)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxattn.axes import contract
+from jaxattn.axes import at_least_float32, contract
 from jaxattn.linear import with_pull
 
 LEAST, MOST = 8, 256  # slots of a block: fewer waste loops, more waste slots
@@ -50,7 +50,15 @@ def block_shape(rows: int, active: int, heads: int, most: int | None = None) -> 
     Example:
         >>> block_shape(rows=2048, active=8, heads=16)
         (79, 256)
+
+    Raises:
+        ValueError: where the number of rows is symbolic, as in `jax.export`.
     """
+    if not isinstance(rows, int):
+        raise ValueError(
+            f"engine 'routed': it plans its blocks by the number of rows, which is symbolic ({rows}). "
+            "Fix: engine='auto' or 'dense', which compute every head."
+        )
     pairs = rows * active
     slots = LEAST
     while slots < (most or MOST) and 8 * slots * heads <= pairs:
@@ -77,7 +85,8 @@ def route(head: Array, heads: int, most: int | None = None) -> Route:
     slot = first[head] * slots + before
     pair = jnp.full(n * slots, head.size, jnp.int32)
     pair = pair.at[slot.reshape(-1)].set(jnp.arange(head.size, dtype=jnp.int32), unique_indices=True)
-    of_block = (first <= jnp.arange(n)[:, None]).sum(-1) - 1
+    begun = first[None, :] <= jnp.arange(n, dtype=first.dtype)[:, None]  # [n, h]
+    of_block = begun.sum(-1) - 1
     return Route(of_block, einops.rearrange(pair, "(n s) -> n s", s=slots), slot)
 
 
@@ -109,12 +118,12 @@ def _collect(operands: tuple[Array, Array], where: Route) -> tuple[Array, tuple[
         part = contract(slots, kernel[head], "s i, i o -> s o", dtype=_sums(pairs))
         return total.at[row].add(part, mode="promise_in_bounds"), None
 
-    zeros = jnp.zeros((where.slot.shape[0], kernel.shape[-1]), _sums(pairs))
+    zeros = jnp.zeros_like(pairs, _sums(pairs), (where.slot.shape[0], kernel.shape[-1]))
     slots, _ = _to_slots(pairs, where)
     return jax.lax.scan(block, zeros, (slots, where.row, where.head))[0], ()
 
 
-def _owed_kernel(x: Array, pairs: Array, where: Route, heads: int) -> Array:
+def _kernel_cotangent(x: Array, pairs: Array, where: Route, heads: int) -> Array:
     """sum over the pairs of each head of pair times x[row]: [q, i] and [q, a, o] to [h, o, i].
 
     The product with the wide rows inmost runs at nearly twice the speed of the other.
@@ -126,22 +135,22 @@ def _owed_kernel(x: Array, pairs: Array, where: Route, heads: int) -> Array:
         sum_ = jax.lax.dynamic_index_in_dim(total, head, keepdims=False) + part
         return jax.lax.dynamic_update_index_in_dim(total, sum_, head, 0), None
 
-    zeros = jnp.zeros((heads, pairs.shape[-1], x.shape[-1]), _sums(x))
+    zeros = jnp.zeros_like(x, _sums(x), (heads, pairs.shape[-1], x.shape[-1]))
     slots, _ = _to_slots(pairs, where)
     return jax.lax.scan(block, zeros, (slots, where.row, where.head))[0]
 
 
-def _spread_pull(operands, where: Route, kept, owed: Array):
+def _spread_pull(operands, where: Route, kept, cotangent: Array):
     x, kernel = operands
-    to_x = collect(owed.astype(x.dtype), _turned(kernel), where)
-    to_kernel = _owed_kernel(x, owed.astype(x.dtype), where, kernel.shape[0])
+    to_x = collect(cotangent.astype(x.dtype), _turned(kernel), where)
+    to_kernel = _kernel_cotangent(x, cotangent.astype(x.dtype), where, kernel.shape[0])
     return to_x.astype(x.dtype), _turned(to_kernel).astype(kernel.dtype)
 
 
-def _collect_pull(operands, where: Route, kept, owed: Array):
+def _collect_pull(operands, where: Route, kept, cotangent: Array):
     pairs, kernel = operands
-    to_pairs = spread(owed.astype(pairs.dtype), _turned(kernel), where)
-    to_kernel = _owed_kernel(owed.astype(pairs.dtype), pairs, where, kernel.shape[0])
+    to_pairs = spread(cotangent.astype(pairs.dtype), _turned(kernel), where)
+    to_kernel = _kernel_cotangent(cotangent.astype(pairs.dtype), pairs, where, kernel.shape[0])
     return to_pairs.astype(pairs.dtype), to_kernel.astype(kernel.dtype)
 
 
@@ -154,14 +163,18 @@ def _rows(x: Array, index: Array) -> Array:
 
 
 def _sums(x: Array) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return at_least_float32(x.dtype)
 
 
 Ruled = Callable[..., Array]
 _ruled_spread: Ruled = with_pull(_spread, _spread_pull)
 _ruled_collect: Ruled = with_pull(_collect, _collect_pull)
-_ruled_to_slots: Ruled = with_pull(_to_slots, lambda x, where, kept, owed: _to_pairs(owed, where)[0])
-_ruled_to_pairs: Ruled = with_pull(_to_pairs, lambda x, where, kept, owed: _to_slots(owed, where)[0])
+_ruled_to_slots: Ruled = with_pull(
+    _to_slots, lambda x, where, kept, cotangent: _to_pairs(cotangent, where)[0]
+)
+_ruled_to_pairs: Ruled = with_pull(
+    _to_pairs, lambda x, where, kept, cotangent: _to_slots(cotangent, where)[0]
+)
 
 
 def to_slots(x: Array, where: Route) -> Array:
@@ -177,12 +190,12 @@ def to_pairs(x: Array, where: Route) -> Array:
 def spread(x: Array, kernel: Array, where: Route) -> Array:
     """out[q,a] = x[q] @ kernel[head(q,a)]: [q, i] and [h, i, o] to [q, a, o], block by block."""
     if where.slot.size == 0:
-        return jnp.zeros((*where.slot.shape, kernel.shape[-1]), x.dtype)
+        return jnp.zeros_like(x, shape=(*where.slot.shape, kernel.shape[-1]))
     return _ruled_spread((x, kernel), where)
 
 
 def collect(pairs: Array, kernel: Array, where: Route) -> Array:
     """out[q] = sum_a pairs[q,a] @ kernel[head(q,a)]: [q, a, i] and [h, i, o] to [q, o], block by block."""
     if where.slot.size == 0:
-        return jnp.zeros((where.slot.shape[0], kernel.shape[-1]), pairs.dtype)
+        return jnp.zeros_like(pairs, shape=(where.slot.shape[0], kernel.shape[-1]))
     return _ruled_collect((pairs, kernel), where)

@@ -12,8 +12,21 @@ import numpy as np
 import pytest
 
 import variants
-from experiments import compare, train_variant
-from experiments.lib import batches, folder, model, options, plays, report, train
+from experiments import compare, sample, train_variant
+from experiments.lib import (
+    batches,
+    checkpoints,
+    facts,
+    folder,
+    model,
+    options,
+    plays,
+    record,
+    report,
+    screen,
+    stop,
+    train,
+)
 
 SMALL = "--layers 1 --width 16 --heads 4 --context 8 --batch 3 --chunk 2".split()
 RUN = [*SMALL, *"--steps 6 --evaluate-every 4 --save-every 2 --sample 5".split()]
@@ -55,7 +68,11 @@ def unbroken(text_file, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "module", [batches, folder, model, options, plays, report, train, compare, train_variant]
+    "module",
+    [
+        *(batches, checkpoints, facts, folder, model, options, plays, record, report, screen, stop, train),
+        *(compare, sample, train_variant),
+    ],
 )
 def test_examples_in_docstrings_hold(module):
     assert doctest.testmod(module).failed == 0
@@ -135,8 +152,8 @@ def shape(**changes):
     return model.Shape(symbols=11, **dataclasses.asdict(sizes) | changes)
 
 
-def asked(**changes):
-    return dataclasses.replace(options.complete(train_variant.Options)(), **changes)
+def asked(*arguments):
+    return train_variant.parse(arguments)
 
 
 def made(name, seed=0, **changes):
@@ -192,8 +209,9 @@ def test_the_nanogpt_preset_has_the_published_size():
 
 
 def test_mohsa_takes_a_depth_schedule():
-    group = options.variant_group("mohsa")(kind="dec", start=1)
-    transforms = options.transforms(asked(mohsa=group), "mohsa", layers=2)
+    wanted = asked("--variant", "mohsa", "--mohsa.kind", "dec", "--mohsa.start", "1")
+    transforms = options.transforms(wanted, "mohsa", layers=2)
+    assert transforms == options.rebuilt("mohsa", options.settings(wanted, "mohsa"), layers=2)
     lm = model.create(shape(positions="learned"), transforms, jax.random.key(0))
     widths = [lm.params[f"block_{i}/attention/out/kernel"].shape[1] for i in range(2)]
     assert widths == [4 + 2 * 2, 4 + 2 * 1]
@@ -266,15 +284,6 @@ def test_a_folder_with_a_run_is_not_written_over(unbroken, text_file):
     assert lines_of(unbroken) == before
 
 
-def test_default_folders_are_numbered_and_resume_takes_the_latest(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert folder.choose(None, "mha-seed0", resume=True).name == "mha-seed0"
-    for name in ("mha-seed0", "mha-seed0-2"):
-        assert folder.choose(None, "mha-seed0", resume=False).name == name
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        assert folder.choose(None, "mha-seed0", resume=True).name == name
-
-
 @pytest.mark.heavy
 def test_a_run_that_explodes_ends_with_an_error(text_file, tmp_path):
     command = [*RUN, "--text-file", text_file, "--out", str(tmp_path), "--learning-rate", "1e30"]
@@ -294,6 +303,7 @@ def test_a_run_that_explodes_ends_with_an_error(text_file, tmp_path):
         (["--variant", "moh", "--moh.top-k", "4"], "top_k = 4 is above the 3 routed heads"),
         (["--variant", "moh", "--moh.balance-weight", "inf"], "--moh.balance-weight: got inf"),
         (["--variant", "mohsa", "--mohsa.overlap", "-1"], "overlap = -1, expected at least 0"),
+        (["--moh.top-k", "2"], "--moh.top-k: got 2, but the variant is mha; add --variant moh"),
         (["--dcmha.rank", "3"], "--dcmha.rank: got 3, but the variant is mha; add --variant dcmha"),
         (["--variant", "collab", "--collab.width", "6"], "width = 6 is not whole blocks"),
     ],
@@ -311,8 +321,10 @@ def test_bad_options_are_refused_and_nothing_is_written(arguments, message, text
     [
         (["--variant", "moha"], "invalid choice 'moha'"),
         (["--preset", "gpt4"], "invalid choice 'gpt4'"),
-        (["--moh.top", "3"], "Unrecognized options: --moh.top"),
+        (["--variant", "moh", "--moh.top", "3"], "Unrecognized options: --moh.top"),
         (["--steps", "many"], "--steps"),
+        (["--lr", "0.1"], "did you mean --learning-rate?"),
+        (["--batch_size=3"], "did you mean --batch?"),
     ],
 )
 def test_unknown_options_are_refused_by_name(arguments, message, capsys):
@@ -329,17 +341,18 @@ def test_without_an_argument_under_one_epoch_of_the_plays_is_planned():
     assert seen < len(plays.load_plays().train)
 
 
-def test_help_lists_every_option_of_every_variant(capsys):
-    with pytest.raises(SystemExit):
-        train_variant.main(["--help"])
-    told = capsys.readouterr().out
-    for name in variants.VARIANTS:
-        assert name in told
-        for option in dataclasses.fields(options.variant_group(name)):
-            no = "no-" if option.default is True else ""
-            assert f"--{options.dashed(name)}.{no}{options.dashed(option.name)}" in told
-    for option in ("--steps", "--seed", "--out", "--resume", "--text-file", "--preset"):
-        assert option in told
+def test_help_lists_the_options_of_the_variant_asked_for_and_no_other(capsys):
+    for name, transform in variants.VARIANTS.items():
+        with pytest.raises(SystemExit):
+            train_variant.main(["--variant", name, "--help"])
+        told = re.sub("^ ", "│", capsys.readouterr().out, flags=re.MULTILINE)  # as a terminal has it
+        for option in dataclasses.fields(transform()):
+            assert f"--{options.dashed(name)}.{options.dashed(option.name)}" in told
+        for other in variants.VARIANTS.keys() - {name}:
+            assert other in told and f"│ --{options.dashed(other)}." not in told
+        for option in ("--steps", "--seed", "--out", "--resume", "--text-file", "--preset", "--init-from"):
+            assert option in told
+    assert "--mohsa.kind" not in told and "the learning rate follows the" in told
 
 
 # compare.py

@@ -312,13 +312,25 @@ def test_initialisers_metadata_and_boxes():
         key_ln_scale_metadata={"kind": "key"},
     )  # fmt: skip
     with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))):
-        theirs, mine = (
-            kind(**SIZES, **options, rngs=nnx.Rngs(0))
-            for kind in (nnx.MultiHeadAttention, ja.MultiHeadAttention)
-        )
+        theirs = nnx.MultiHeadAttention(**SIZES, **options, rngs=nnx.Rngs(0))
         shapes = []
         record = lambda rng, shape, dtype: shapes.append(shape) or jnp.full(shape, 7.0, dtype)
-        layer = ja.MultiHeadAttention(**SIZES, kernel_init=boxed, out_kernel_init=record, rngs=nnx.Rngs(0))
+        both = (
+            r"\. query/kernel, key/kernel, value/kernel \[m, h, d\]: 'model' names h; "
+            r"out/kernel \[h, v, m\]: 'model' names v"
+        )
+        with pytest.warns(UserWarning, match=both):  # two names for three axes, as Flax takes them
+            mine = ja.MultiHeadAttention(**SIZES, **options, rngs=nnx.Rngs(0))
+        with pytest.warns(UserWarning, match=r"'model' names h\. Fix"):
+            layer = ja.MultiHeadAttention(
+                **SIZES, kernel_init=boxed, out_kernel_init=record, rngs=nnx.Rngs(0)
+            )
+        for names in (
+            dict(out_kernel_metadata={"out_sharding": (None,) * 4}),
+            dict(bias_metadata={"out_sharding": ("model", None)}),
+        ):
+            with pytest.raises(ValueError, match=r"out/\w+: .* expected at most one for each of the axes"):
+                ja.MultiHeadAttention(**SIZES, **names, rngs=nnx.Rngs(0))
     got, want = nnx.state(mine, nnx.Param), nnx.state(theirs, nnx.Param)
     assert jax.tree.structure(got) == jax.tree.structure(want)  # paths, and metadata of every leaf
     jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -116,6 +116,9 @@ def test_what_is_no_mask_is_refused_by_name():
 def test_widths_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="qkv_features = 10 .* num_heads = 3"):
         ja.MultiHeadAttention(3, 10, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"Fix: qkv_features=33 \(width 11\), or num_heads=4"):
+        ja.MultiHeadAttention(num_heads=3, in_features=32, rngs=nnx.Rngs(0))
+    assert ja.MultiHeadAttention(3, 32, 33, rngs=nnx.Rngs(0)).head_dim == 11
 
 
 def test_weights_are_reachable():

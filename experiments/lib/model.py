@@ -9,7 +9,7 @@ which is what training, checkpoints and the comparison of variants read.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
@@ -193,6 +193,15 @@ def generate(model: Model, params: Params, prompt: np.ndarray, count: int, rng: 
         token = draw(params, window, np.int32(len(recent) - 1), jax.random.fold_in(rng, i))
         tokens.append(int(token))
     return np.array(tokens, np.int32)
+
+
+def described(params: Mapping[str, Any]) -> dict[str, str]:
+    """Type and shape of each leaf, to compare two trees.
+
+    >>> described({"norm/scale": jnp.ones(3, jnp.bfloat16)})
+    {'norm/scale': 'bfloat16[3]'}
+    """
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in params.items()}
 
 
 def count(params: Params) -> dict[str, Any]:

@@ -1,27 +1,74 @@
-"""The command line: frozen dataclasses, read by tyro; a group of options for each variant.
+"""The command line: frozen dataclasses, read by tyro; the options of a variant are the fields of its class.
 
-A variant's group is made from the signature of its factory, so no list of options is kept twice.
+A variant is a name of the registry, or `my.module:factory`, found from the current directory: a class of
+`HeadTransform`, a function without required arguments that makes one, or one that is made already.
 """
 
+import contextlib
 import dataclasses
+import importlib
 import inspect
+import io
 import itertools
+import json
 import math
-import re
-from collections.abc import Callable, Sequence
+import os
+import sys
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import tyro
 
 import jaxattn as ja
 import variants
 from experiments.lib.model import Shape
-from experiments.lib.plays import Text
 
-# Arguments that may differ from layer to layer, and what gives each layer its own.
-SCHEDULES: dict[str, tuple[tuple[str, Callable[..., Sequence[Any]]], ...]] = {
-    "mohsa": (("overlap", variants.overlap_schedule),)
+
+@dataclass(frozen=True)
+class Overlaps:
+    """How mohsa's overlap goes with depth; `variants.overlap_schedule` has the formulas."""
+
+    kind: Literal["fixed", "inc", "dec"] = "fixed"
+    """How the overlap goes with the layer l = 0, 1, ...: the same everywhere, growing or shrinking by one."""
+    start: Literal[0, 1] = 0
+    """Whether counting starts from 0 (the first, or last, layer is plain MHA) or 1."""
+    every: int = 1
+    """Layers that share one overlap."""
+
+    def layers(self, transform: Any, depth: int) -> list[ja.HeadTransform]:
+        overlaps = variants.overlap_schedule(
+            self.kind, depth, overlap=transform.overlap, start=self.start, every=self.every
+        )
+        return [dataclasses.replace(transform, overlap=overlap) for overlap in overlaps]
+
+
+# Variants that may differ from layer to layer, and the options that say how.
+SCHEDULES: dict[str, type] = {"mohsa": Overlaps}
+
+KNOWN = ",".join(variants.VARIANTS)
+
+# What people type for an option of another name.
+ALIASES = {
+    "--lr": "--learning-rate",
+    "--wd": "--weight-decay",
+    "--bs": "--batch",
+    "--batch-size": "--batch",
+    "--max-steps": "--steps",
+    "--iters": "--steps",
+    "--n-layers": "--layers",
+    "--num-layers": "--layers",
+    "--depth": "--layers",
+    "--n-heads": "--heads",
+    "--num-heads": "--heads",
+    "--d-model": "--width",
+    "--dim": "--width",
+    "--seq-len": "--context",
+    "--block-size": "--context",
+    "--output": "--out",
+    "--output-dir": "--out",
+    "--data": "--text-file",
 }
 
 
@@ -50,7 +97,9 @@ class Training:
     """How it is trained: AdamW, linear warm-up, cosine to a final rate."""
 
     steps: int = 1500
-    """Optimizer steps; the default sees each symbol at most once."""
+    """Optimizer steps; the default sees each symbol at most once. More than a run has, with --resume,
+    extends it: from then on the learning rate follows the schedule of the larger number, so it jumps up
+    where the shorter schedule had come down, and the numbers are not those of one long run."""
     batch: int = 16
     """Windows a step."""
     learning_rate: float = 4e-3
@@ -72,64 +121,169 @@ class Training:
 Asked = TypeVar("Asked")
 
 
-def variant_group(name: str) -> type:
-    """A dataclass with the arguments of the variant's factory, and the help of its docstring.
+def usual(name: str) -> ja.HeadTransform:
+    """The variant of this name with its default options.
 
-    >>> variant_group("dcmha")(rank=3).rank
-    3
+    Raises:
+        ValueError: there is none; the message says what was looked for and where.
+
+    >>> usual("moh") == variants.moh()
+    True
     """
-    fields = {}
-    for function in (
-        variants.VARIANTS[name],
-        *(schedule for _, schedule in SCHEDULES.get(name, ())),
-    ):
-        hints, texts = get_type_hints(function), argument_texts(function.__doc__ or "")
-        for argument in _arguments(function):
-            default = "fixed" if argument.name == "kind" else argument.default
-            kind = Annotated[hints[argument.name], tyro.conf.arg(help=texts.get(argument.name, ""))]
-            fields.setdefault(argument.name, (argument.name, kind, dataclasses.field(default=default)))
-    group = dataclasses.make_dataclass(name, fields.values(), frozen=True)
-    group.__doc__ = (variants.VARIANTS[name].__doc__ or "").partition("\n")[0]
-    return group
+    if name in variants.VARIANTS:
+        return variants.VARIANTS[name]()
+    module, colon, attribute = name.partition(":")
+    if not colon or not module or not attribute:
+        known = ", ".join(variants.VARIANTS)
+        raise ValueError(f"invalid choice {name!r}; expected one of {known}, or my.module:factory")
+    found: Any = _module(module, name)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{name!r}: the module {module} ({_file(found)}) has no {attribute}")
+        found = getattr(found, part)
+    if not isinstance(found, ja.HeadTransform):
+        if not callable(found):
+            raise ValueError(
+                f"{name!r} is a {type(found).__name__}, expected a ja.HeadTransform or what makes one"
+            )
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise ValueError(f"{name!r}: {error}; every option needs a default here") from None
+        found = found()
+    if not isinstance(found, ja.HeadTransform):
+        raise ValueError(f"{name!r} makes a {type(found).__name__}, expected a ja.HeadTransform")
+    return found
 
 
-def argument_texts(docstring: str) -> dict[str, str]:
-    """What a docstring says about each argument under `Args:`.
+def _module(module: str, name: str) -> Any:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise ValueError(
+            f"{name!r}: there is no module {error.name}; looked in {here} and in sys.path"
+        ) from None
 
-    >>> argument_texts("One line.\\n\\nArgs:\\n    a, b: two\\n        things.\\n    c: one.\\n")
-    {'a': 'two things.', 'b': 'two things.', 'c': 'one.'}
+
+def _file(found: Any) -> str:
+    return getattr(found, "__file__", None) or type(found).__name__
+
+
+def prefix(name: str) -> str:
+    """What the options of a variant begin with.
+
+    >>> prefix("talking_heads"), prefix("my.module:head_scale")
+    ('talking-heads', 'head-scale')
     """
-    section = inspect.cleandoc(docstring).partition("Args:\n")[2].partition("\n\n")[0]
-    texts = {}
-    for entry in re.split(r"\n(?=    \S)", section):
-        names, _, text = entry.partition(": ")
-        for name in names.split(","):
-            texts[name.strip()] = " ".join(text.split())
-    return texts
+    return dashed(name.rpartition(":")[2].rpartition(".")[2])
 
 
-def complete(base: type[Asked]) -> type[Asked]:
-    """`base` with a group of options for each variant that has any."""
-    groups = {name: variant_group(name) for name in variants.VARIANTS}
-    fields = [
-        (name, group, dataclasses.field(default=group()))
-        for name, group in groups.items()
-        if dataclasses.fields(group)
-    ]
+def complete(base: type[Asked], names: Sequence[str]) -> type[Asked]:
+    """`base` with a group of options for each of these variants that has any.
+
+    Raises:
+        ValueError: a variant is not there, or two have options that begin alike.
+    """
+    fields, taken = [], {}
+    for name in names:
+        transform: Any = usual(name)
+        schedule = SCHEDULES.get(name)
+        if not dataclasses.fields(transform) and schedule is None:
+            continue
+        if prefix(name) in taken:
+            raise ValueError(
+                f"{taken[prefix(name)]} and {name} both have options --{prefix(name)}.*; rename one"
+            )
+        taken[prefix(name)] = name
+        said = (type(transform).__doc__ or "").partition("\n")[0]
+        kind: Any = type(transform)
+        default: Any = transform
+        if schedule is not None:
+            parts = [("transform", default), ("schedule", schedule())]
+            kind = dataclasses.make_dataclass(
+                kind.__name__,
+                [(part, _merged(type(value)), dataclasses.field(default=value)) for part, value in parts],
+                frozen=True,
+            )
+            kind.__doc__ = said
+            default = kind()
+        kind = Annotated[kind, tyro.conf.arg(name=prefix(name), help=said)]
+        fields.append((_field(name), kind, dataclasses.field(default=default)))
     made = dataclasses.make_dataclass(base.__name__, fields, bases=(base,), frozen=True)
     made.__doc__ = base.__doc__
     return cast(type[Asked], made)
 
 
-def parse(default: Asked, description: str, argv: Sequence[str] | None) -> Asked:
-    """Read the command line over `default`; what tyro refuses ends the process with code 2."""
-    return tyro.cli(
-        type(default),
-        description=description,
-        default=default,
-        args=argv,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+def _values(made: Any) -> dict[str, Any]:
+    return {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+
+
+def _merged(kind: type) -> Any:
+    return Annotated[kind, tyro.conf.arg(name="")]
+
+
+def _field(name: str) -> str:
+    """Of a variant in the options; no option of a script has such a name."""
+    return prefix(name).replace("-", "_") + "_options"
+
+
+def parse(default: Asked, description: str, argv: Sequence[str]) -> Asked:
+    """Read the command line over `default`.
+
+    What tyro refuses ends the process with code 2; what a variant refuses, in a line of its own words.
+    """
+
+    def read() -> Asked:
+        return tyro.cli(type(default), description=description, default=default, args=argv)
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return read()
+        except SystemExit as end:
+            if not end.code:
+                raise
+            refusal = _refusal(end)
+    if refusal is not None:
+        raise SystemExit(f"{os.path.basename(sys.argv[0])}: {refusal}")
+    return read()  # again, for its message
+
+
+def _refusal(end: BaseException) -> ValueError | None:
+    """The error of a variant's own checks that made tyro end, if it was one: tyro would put it into a box."""
+    cause = end.__context__
+    while cause is not None:
+        frames = list(traceback.walk_tb(cause.__traceback__))
+        if type(cause) is ValueError and not frames[-1][0].f_globals.get("__name__", "").startswith("tyro"):
+            return cause
+        cause = cause.__context__
+    return None
+
+
+def misused(message: str) -> SystemExit:
+    """To raise where the command line cannot be read: one line, code 2."""
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    return SystemExit(2)
+
+
+def check_flags(argv: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse names that options have in other programs (code 2), and options of other variants (code 1)."""
+    for argument in argv:
+        flag = dashed(argument.partition("=")[0])
+        if flag in ALIASES:
+            raise misused(f"{flag}: there is no such option; did you mean {ALIASES[flag]}?")
+        group, dot, _ = flag.removeprefix("--").partition(".")
+        for name in variants.VARIANTS:
+            if flag.startswith("--") and dot and group == prefix(name) and group not in map(prefix, names):
+                got = f"{argument}".partition("=")[2] or next(iter(peek_all(argv, argument)), "")
+                raise SystemExit(
+                    f"{os.path.basename(sys.argv[0])}: {flag}: got {got}, but the variant is "
+                    f"{' '.join(names)}; add --variant {name}, or leave the option out"
+                )
 
 
 def peek(argv: Sequence[str], flag: str, default: str) -> str:
@@ -138,64 +292,78 @@ def peek(argv: Sequence[str], flag: str, default: str) -> str:
     >>> peek(["--seed", "1", "--preset=nanogpt"], "--preset", "default")
     'nanogpt'
     """
-    for argument, following in itertools.pairwise([*argv, ""]):
+    return (peek_all(argv, flag) or [default])[0]
+
+
+def peek_all(argv: Sequence[str], flag: str) -> list[str]:
+    """All values of `flag`.
+
+    >>> peek_all(["--variants", "mha", "moh", "--quick"], "--variants")
+    ['mha', 'moh']
+    """
+    found = []
+    for place, argument in enumerate(argv):
         if argument == flag:
-            return following
-        if argument.startswith(f"{flag}="):
-            return argument.removeprefix(f"{flag}=")
-    return default
+            found = list(itertools.takewhile(lambda value: not value.startswith("--"), argv[place + 1 :]))
+        elif argument.startswith(f"{flag}="):
+            found = [argument.removeprefix(f"{flag}=")]
+    return found
 
 
 def settings(options: Any, name: str) -> dict[str, Any]:
-    """The arguments of the variant's factory, as they were asked for."""
-    group = getattr(options, name, None)
-    return {} if group is None else dataclasses.asdict(group)
-
-
-def refuse_idle(options: Any, variant: str) -> None:
-    """Raises ValueError when an option of another variant was given: it would do nothing."""
-    for name in variants.VARIANTS:
-        asked = settings(options, name)
-        usual = dataclasses.asdict(variant_group(name)())
-        for argument in asked:
-            if name != variant and asked[argument] != usual[argument]:
-                raise ValueError(
-                    f"--{dashed(name)}.{dashed(argument)}: got {asked[argument]!r}, but the "
-                    f"variant is {variant}; add --variant {name}, or leave the option out"
-                )
+    """The options of a variant as they were asked for, ready for JSON."""
+    group = getattr(options, _field(name), None)
+    if group is None:
+        return {}
+    values = {}
+    for part in [group.transform, group.schedule] if name in SCHEDULES else [group]:
+        values |= _values(part)
+    return json.loads(json.dumps(values, default=repr))
 
 
 def transforms(options: Any, name: str, layers: int) -> list[ja.HeadTransform]:
     """The variant's transform for each layer.
 
     Raises:
-        ValueError: the factory refuses the options.
+        ValueError: an option has a value that the variant refuses.
     """
-    factory, asked = variants.VARIANTS[name], settings(options, name)
-    for argument, value in asked.items():
+    group = getattr(options, _field(name), None)
+    for option, value in settings(options, name).items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"--{dashed(name)}.{dashed(argument)}: got {value}, expected a finite number")
-    own = {argument.name for argument in _arguments(factory)}
-    layer_settings = [{k: v for k, v in asked.items() if k in own} for _ in range(layers)]
-    for argument, schedule in SCHEDULES.get(name, ()):
-        keys = [a.name for a in _arguments(schedule)]
-        values = schedule(depth=layers, **{key: asked[key] for key in keys})
-        for layer, value in zip(layer_settings, values, strict=True):
-            layer[argument] = value
-    return [factory(**layer) for layer in layer_settings]
+            raise ValueError(f"--{prefix(name)}.{dashed(option)}: got {value}, expected a finite number")
+    if name in SCHEDULES and group is not None:
+        return group.schedule.layers(group.transform, layers)
+    return [usual(name) if group is None else group] * layers
+
+
+def rebuilt(name: str, settings: dict[str, Any], layers: int) -> list[ja.HeadTransform]:
+    """The transforms again from what `settings` wrote.
+
+    >>> rebuilt("moh", {"top_k": 1}, layers=2) == [variants.moh(top_k=1)] * 2
+    True
+    """
+
+    def own(kind: Any) -> dict[str, Any]:
+        known = {field.name for field in dataclasses.fields(kind)}
+        return {k: _tuples(v) for k, v in settings.items() if k in known}
+
+    transform: Any = usual(name)
+    transform = dataclasses.replace(transform, **own(transform))
+    schedule = SCHEDULES.get(name)
+    return [transform] * layers if schedule is None else schedule(**own(schedule)).layers(transform, layers)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists for tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _arguments(function: Callable) -> list[inspect.Parameter]:
-    """What a user may choose: the depth of a schedule is the number of layers."""
-    return [a for a in inspect.signature(function).parameters.values() if a.name != "depth"]
-
-
-def shape(sizes: Sizes, text: Text) -> Shape:
-    return Shape(symbols=len(text.symbols), **dataclasses.asdict(sizes))
+def shape(sizes: Sizes, symbols: int) -> Shape:
+    return Shape(symbols=symbols, **dataclasses.asdict(sizes))
 
 
 def chunk(most: int, *due: int) -> int:
@@ -218,8 +386,7 @@ def check(sizes: Sizes, training: Training, seeds: Sequence[int], **counts: int)
     for name, value in whole.items():
         if isinstance(value, int) and name != "warmup":
             expect(name, value, value >= 1, "a whole number of at least 1")
-    for seed in seeds:
-        expect("seed", seed, 0 <= seed < 2**31, "a whole number from 0 to 2147483647")
+    check_seeds(seeds)
     expect("heads", sizes.heads, sizes.width % sizes.heads == 0, f"a divisor of --width {sizes.width}")
     sd = sizes.init_sd
     expect("init_sd", sd, sd is None or 0 < sd < math.inf, "a positive number")
@@ -230,3 +397,14 @@ def check(sizes: Sizes, training: Training, seeds: Sequence[int], **counts: int)
     expect("weight_decay", t.weight_decay, 0 <= t.weight_decay < math.inf, "a number of at least 0")
     expect("b2", t.b2, 0 <= t.b2 < 1, "a number in [0, 1)")
     expect("clip", t.clip, 0 < t.clip < math.inf, "a positive number")
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raises ValueError for a seed that is none, and for one that comes twice."""
+    for place, seed in enumerate(seeds):
+        if not 0 <= seed < 2**31:
+            raise ValueError(f"--seed: got {seed}, expected a whole number from 0 to 2147483647")
+        if seed in seeds[:place]:
+            raise ValueError(
+                f"--seeds: got {seed} twice, expected different seeds: the same one adds no evidence"
+            )

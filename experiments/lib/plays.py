@@ -35,7 +35,34 @@ class Text(NamedTuple):
         return "".join(self.symbols[token] for token in tokens)
 
     def encode(self, string: str) -> np.ndarray:
-        return np.array([self.symbols.index(symbol) for symbol in string], np.int32)
+        return encode(string, self.symbols)
+
+    def recoded(self, symbols: str) -> "Text":
+        """The same text in the symbols of another, for a model that knows those.
+
+        Raises:
+            ValueError: it has letters that the other one lacks.
+        """
+        to = encode(self.symbols, symbols)
+        return self._replace(symbols=symbols, train=to[self.train], valid=to[self.valid], test=to[self.test])
+
+
+def encode(string: str, symbols: str) -> np.ndarray:
+    """Tokens of a string.
+
+    Raises:
+        ValueError: it has letters that are not among `symbols`; they are named.
+
+    >>> encode("abba", "ab").tolist()
+    [0, 1, 1, 0]
+    """
+    places = {symbol: place for place, symbol in enumerate(symbols)}
+    if unknown := sorted(set(string) - set(symbols)):
+        raise ValueError(
+            f"got the letters {unknown[:10]}, which are not among the {len(symbols)} symbols of the text "
+            "that was trained on"
+        )
+    return np.array([places[symbol] for symbol in string], np.int32)
 
 
 def load_plays() -> Text:

@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,13 +163,43 @@ def loss_curve(lines: list[dict[str, Any]], title: str) -> bytes:
         axes.plot(*np.array(valid).T, "o-", color="C1", label="validation")
     for step in skipped:
         axes.axvline(step, color="red", linewidth=0.8)
-    axes.set(xlabel="step", ylabel="loss (nats a symbol)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats a symbol)")
+    axes.set_title(title, parse_math=False)  # a file's name may have a dollar sign
     axes.grid(alpha=0.3)
     axes.legend()
     return png(figure)
 
 
+def page(
+    title: str, facts: dict[str, Any], result: list[str], commands: dict[str, str], care: list[str]
+) -> str:
+    """A run in a page of Markdown: what was run, what came out, how to go on, and what it does not show."""
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            "## What was run",
+            "",
+            *(f"- {name}: {value}" for name, value in facts.items()),
+            "",
+            "## Result",
+            "",
+            *(f"- {line}" for line in result),
+            "",
+            "## Commands",
+            "",
+            *(line for name, command in commands.items() for line in (f"{name}:", "", f"    {command}", "")),
+            "## Read it with care",
+            "",
+            *(f"- {line}" for line in care),
+            "",
+        ]
+    )
+
+
 def png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
+    with warnings.catch_warnings():  # a letter that the font lacks is drawn as a box
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 Lines = list[tuple[str, ...]]
@@ -20,14 +19,14 @@ def markdown(lines: Lines) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:])]
 
 
-def show(lines: Lines, title: str, console: Console) -> None:
-    """Print; what stands in brackets goes under its number, heads over two lines."""
-    table = Table(title=title, title_justify="left")
+def table(lines: Lines, title: str) -> Table:
+    """For a screen of WIDTH columns: what stands in brackets goes under its number, heads over two lines."""
+    made = Table(title=title, title_justify="left")
     for number, name in enumerate(lines[0]):
-        table.add_column(name.replace(" ", "\n", 1), justify="right" if number else "left", no_wrap=True)
+        made.add_column(name.replace(" ", "\n", 1), justify="right" if number else "left", no_wrap=True)
     for line in lines[1:]:
-        table.add_row(*(cell.replace(" [", "\n[").replace(" (", "\n(") for cell in line))
-    Console(width=max(console.width, WIDTH)).print(table)
+        made.add_row(*(cell.replace(" [", "\n[").replace(" (", "\n(") for cell in line))
+    return made
 
 
 def power(x: Sequence[float], y: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ have been without that batch; only `State.step`, the place in the data, moves on
 the first culprit. After LIMIT such steps in a row the run ends with `NonFinite`.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -136,6 +137,26 @@ def build(loss_fn: LossFn, training: Training) -> tuple[optax.GradientTransforma
 def make_advance(step: StepFn) -> Advance:
     """Many steps in one call: batches with a leading step axis, records likewise."""
     return jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))
+
+
+class Programs:
+    """Compiles calls before they are made, so that a time of steps holds no compiling."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self.say = say
+        self.seconds = 0.0  # of compiling, so far
+        self.made: dict[int, Any] = {}
+
+    def ready(self, advance: Advance, state: State, batches: Tree) -> Any:
+        """What to call in the place of `advance` on as many steps as these."""
+        steps = len(jax.tree.leaves(batches)[0])
+        if steps not in self.made:
+            self.say(f"compiling {steps} training steps ...")
+            began = time.monotonic()
+            self.made[steps] = advance.lower(state, batches).compile()
+            self.seconds += (took := time.monotonic() - began)
+            self.say(f"compiled, took {took:.1f} s")
+        return self.made[steps]
 
 
 def rows(records: dict[str, jax.Array], state: State, examples: np.ndarray) -> list[dict[str, Any]]:

@@ -1,10 +1,11 @@
 """blocked: exact attention in memory that grows linearly with the sequence, forward and backward.
 
 A block is some query rows against all keys that they can reach, all heads at once, so heads may be mixed
-before and after the softmax; where they are not, heads take turns, so that a block stays in the cache. Rows
-are grouped by reach: each group has one static number of keys, so that keys which causality or a window hides
-are never touched. Examples go one after another where a block of several would be large. The backward pass
-makes each block again and adds what it owes to the keys in place; nothing of the size of the scores is kept.
+before and after the softmax; where they are not, a loop goes over the heads, so that a block stays in the
+processor's cache. Rows are grouped by reach: each group has one static number of keys, so that keys which
+causality or a window hides are never touched. Examples go one after another where a block of several would
+be large. The backward pass recomputes each block and adds the keys' gradients in place; nothing of the size
+of the scores is kept.
 """
 
 import functools
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxattn.axes import at_least_float32
 from jaxattn.engines import formula, steps
 from jaxattn.engines.call import Call, Engine
 from jaxattn.engines.layout import (
@@ -44,7 +46,7 @@ GROUPS = (8, 4)  # programs of a call without and with row factors; causal work 
 GRAIN = 128  # keys are skipped in multiples of this
 TILE = 512  # keys of which a data-dependent mask may skip all at once
 BLOCK_BYTES = (2**22, 2**23)  # scores of one block at most: one head's, and all heads' where they go together
-JOINED_BYTES = 2**20  # up to this size, heads that can take turns are joined
+JOINED_BYTES = 2**20  # up to this size, heads without a mix are computed together
 ROWS = (64, 256)  # of a block: below, products lose speed; above, nothing is gained
 CAPTURES = ("heads",)
 Q_AXIS, K_AXIS = -2, -1
@@ -91,12 +93,12 @@ class Parts(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which rows go together and which keys they see, and what takes turns: all static.
+    """Which rows go together, which keys they see, and what the loop goes over: all static.
 
     Attributes:
         groups: all rows.
-        examples: of one turn.
-        parts: turns that the heads of an example take; 1 where they see each other.
+        examples: of one step of the loop.
+        parts: steps for the heads of an example; 1 where heads see each other.
     """
 
     groups: list[Group]
@@ -110,7 +112,7 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
     plan = plan_of(call)
     if 0 in (call.frame.q_len, call.frame.k_len, examples):
         shape = (*batch, call.frame.q_len, call.output_heads, call.key.value.shape[-1])
-        return jnp.zeros(shape, call.key.value.dtype), {}
+        return jnp.zeros_like(call.key.value, shape=shape), {}
     flat = lambda x, core: flat_batch(x, core, batch)
     rows, keys = jax.tree.map(lambda x: x.reshape(examples, *x.shape[len(batch) :]), lay_out(call))
     bias = None if call.bias is None else flat(call.bias, 3)
@@ -134,17 +136,17 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
 
 def plan_of(call: Call) -> Plan:
     """The plan, from the shapes and from what the mask tells without its data."""
-    q_len, examples = call.frame.q_len, max(1, math.prod(call.frame.batch))
-    turns = _head_turns(call)
-    together = turns == 1 and call.logit_heads > 1
+    q_len = call.frame.q_len
+    splits = _head_splits(call)
+    together = splits == 1 and call.logit_heads > 1
     block_bytes = BLOCK_BYTES[together]
-    row_bytes = max(1, call.score_bytes // max(1, examples * q_len * turns))
+    row_bytes = max(1, call.score_bytes // max(1, q_len * splits))
     rows = ROWS[0]
     while rows < ROWS[1] and 2 * rows * row_bytes <= block_bytes:
         rows *= 2
     size = min(rows, max(1, q_len))
     at_once = (block_bytes if together else JOINED_BYTES) // (size * row_bytes)
-    parts = turns // _divisor(turns, at_once)
+    parts = splits // _divisor(splits, at_once)
     whole, rest = divmod(q_len, size)
     sides = call.query, call.key
     dynamic = any(factors is not None for side in sides for factors in (*side.pre, *side.post))
@@ -153,11 +155,11 @@ def plan_of(call: Call) -> Plan:
     groups = [_reach(call, a * size, size, b - a) for a, b in itertools.pairwise(edges)]
     if rest:
         groups.append(_reach(call, whole * size, rest, 1))
-    return Plan(groups, _divisor(examples, at_once // turns), parts)
+    return Plan(groups, _divisor(call.examples, at_once // splits), parts)
 
 
-def _head_turns(call: Call) -> int:
-    """Turns that the heads of an example could take: one for each key head, or 1 where they go together."""
+def _head_splits(call: Call) -> int:
+    """Parts that an example could be cut into by heads: one for each key head, or 1 where heads are mixed."""
     c, (key, value) = call.coupling, call.key[:2]
     apart = c.key_of is None and c.value_of is None and key.shape[-2] == value.shape[-2]
     return key.shape[-2] if apart and c.pair_bias is None and not call.mixes else 1
@@ -198,7 +200,7 @@ def _forward(parts: Parts, call: Call, plan: Plan) -> tuple[Array, Array]:
         done = [_group_forward(part, here, start, group) for group in plan.groups]
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=Q_AXIS), *done)
 
-    done = jax.lax.map(some, _turns(parts, call, plan))
+    done = jax.lax.map(some, _loop(parts, call, plan))
     return jax.tree.map(lambda x: _merge(x, plan), done)
 
 
@@ -206,12 +208,12 @@ def _group_forward(part: Parts, call: Call, start: Origin, group: Group) -> tupl
     assert part.rows is not None and part.keys is not None
     if group.k_size == 0:
         query, value = part.rows.query, part.keys.value
-        zeros = lambda all_heads, *end, dtype: jnp.zeros(
-            (value.shape[0], all_heads * query.shape[-3] // call.logit_heads, *end), dtype
+        zeros = lambda dtype, all_heads, *end: jnp.zeros_like(
+            value, dtype, (value.shape[0], all_heads * query.shape[-3] // call.logit_heads, *end)
         )
         rows = group.size * group.blocks
-        known = zeros(call.softmax_heads, rows, 2, dtype=jnp.promote_types(query.dtype, jnp.float32))
-        return zeros(call.output_heads, rows, value.shape[-2], dtype=value.dtype), known
+        known = zeros(call.dtype, call.softmax_heads, rows, 2)
+        return zeros(value.dtype, call.output_heads, rows, value.shape[-2]), known
 
     def block(xs):
         rows, q_start, k_start = xs
@@ -223,39 +225,37 @@ def _group_forward(part: Parts, call: Call, start: Origin, group: Group) -> tupl
 
 
 def _backward(floats: Parts, parts: Parts, call: Call, plan: Plan, known: Array, cotangent: Array) -> Parts:
-    """Cotangents of all floating arrays, block by block; what keys are owed is added in place."""
-    zeros = lambda tree: jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), tree
-    )
+    """Cotangents of all floating arrays, block by block; those of the keys are added in place."""
+    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x, at_least_float32(x.dtype)), tree)
 
     def some(shared, xs):
         (rows, keys, start), of_out = xs
         part, here = parts._replace(rows=rows, keys=keys), of_examples(call, start.example, plan.examples)
         float_keys, _ = split_floats(keys)
-        owed = Parts(None, zeros(float_keys), shared.coupling, shared.bias)
+        totals = Parts(None, zeros(float_keys), shared.coupling, shared.bias)
         done = []
         for group in plan.groups:
-            owed, moved = _group_backward(part, here, start, group, owed, of_out)
+            totals, moved = _group_backward(part, here, start, group, totals, of_out)
             done.append(moved)
         of_rows = jax.tree.map(lambda *x: jnp.concatenate(x, axis=Q_AXIS), *done)
         cast = lambda x, total: total.astype(x.dtype)
-        of_keys = jax.tree.map(cast, float_keys, owed.keys)
-        return owed._replace(keys=None), (of_rows, of_keys)
+        of_keys = jax.tree.map(cast, float_keys, totals.keys)
+        return totals._replace(keys=None), (of_rows, of_keys)
 
     shared = Parts(None, None, zeros(floats.coupling), zeros(floats.bias))
-    turns = _turns(parts, call, plan), (_split(known, plan), _split(cotangent, plan))
-    shared, sides = jax.lax.scan(some, shared, turns)
+    xs = _loop(parts, call, plan), (_split(known, plan), _split(cotangent, plan))
+    shared, sides = jax.lax.scan(some, shared, xs)
     shared = jax.tree.map(lambda x, total: total.astype(x.dtype), (floats.coupling, floats.bias), shared[2:])
     return Parts(*jax.tree.map(lambda x: _merge(x, plan), sides), *shared)
 
 
-def _group_backward(part: Parts, call: Call, start: Origin, group: Group, owed: Parts, of_out):
+def _group_backward(part: Parts, call: Call, start: Origin, group: Group, totals: Parts, of_out):
     rows = jax.tree.map(group.split, part.rows)
     if group.k_size == 0:
         nothing = jax.tree.map(jnp.zeros_like, split_floats(rows)[0])
-        return owed, jax.tree.map(group.join, nothing)
+        return totals, jax.tree.map(group.join, nothing)
 
-    def step(owed, xs):
+    def step(totals, xs):
         rows, (known, cotangent), q_start, k_start = xs
         block = _cut(part, call, group, rows, start._replace(row=q_start, key=k_start))
         moving, still = split_floats(Parts(block.rows, block.keys, block.coupling, block.bias))
@@ -263,31 +263,31 @@ def _group_backward(part: Parts, call: Call, start: Origin, group: Group, owed: 
             block._replace(**join_floats(x, still)._asdict()), has_data(call), known
         )[0]
         (moved,) = jax.vjp(again, moving)[1](cotangent)
-        keys = jax.tree.map(lambda a, b: add_at(a, b, {K_AXIS: k_start}), owed.keys, moved.keys)
-        coupling = jax.tree.map(jnp.add, owed.coupling, moved.coupling)
-        bias = owed.bias
+        keys = jax.tree.map(lambda a, b: add_at(a, b, {K_AXIS: k_start}), totals.keys, moved.keys)
+        coupling = jax.tree.map(lambda a, b: add_at(a, b, {}), totals.coupling, moved.coupling)
+        bias = totals.bias
         if bias is not None:
             starts = zip(BIAS_AXES, block.start, strict=True)
             bias = add_at(bias, moved.bias, {n: s for n, s in starts if bias.shape[n] > 1})
         return Parts(None, keys, coupling, bias), moved.rows
 
     of_out = jax.tree.map(group.split, of_out)
-    owed, moved = jax.lax.scan(step, owed, (rows, of_out, group.starts, group.k_starts))
-    return owed, jax.tree.map(group.join, moved)
+    totals, moved = jax.lax.scan(step, totals, (rows, of_out, group.starts, group.k_starts))
+    return totals, jax.tree.map(group.join, moved)
 
 
-def _turns(parts: Parts, call: Call, plan: Plan) -> tuple[Rows | None, Keys | None, Origin]:
-    """Both sides with the loop over examples and parts of the heads leading, and where each turn starts."""
+def _loop(parts: Parts, call: Call, plan: Plan) -> tuple[Rows | None, Keys | None, Origin]:
+    """Both sides with the loop over examples and parts of heads first, and where each step starts."""
     rows, keys = jax.tree.map(lambda x: _split(x, plan), (parts.rows, parts.keys))
-    turn = jnp.arange(jax.tree.leaves(rows)[0].shape[0])
-    example, part = turn // plan.parts, turn % plan.parts
-    none = jnp.zeros_like(turn)
+    step = jnp.arange(jax.tree.leaves(rows)[0].shape[0], dtype=jnp.int32)
+    example, part = step // plan.parts, step % plan.parts
+    none = jnp.zeros_like(step)
     heads = call.logit_heads // plan.parts
     return rows, keys, Origin(plan.examples * example, heads * part, none, none)
 
 
 def _split(x: Array, plan: Plan) -> Array:
-    """[b, h, ...] to turns [n, b, h, ...]; positions [b, t, 1] are those of every head."""
+    """[b, h, ...] to steps [n, b, h, ...]; positions [b, t, 1] are those of every head."""
     sizes = dict(b=plan.examples, m=plan.parts)
     if x.ndim == 3:
         return einops.repeat(x, "(n b) t one -> (n m) b t one", **sizes)
@@ -388,8 +388,8 @@ def _where_seen(seen: Array | None, compute: Callable[[], Array]) -> Array:
     """`compute()`, or zeros without computing it where nothing is seen."""
     if seen is None:
         return compute()
-    shape = jax.eval_shape(compute)
-    return jax.lax.cond(seen, compute, lambda: jnp.zeros(shape.shape, shape.dtype))
+    out = jax.eval_shape(compute)
+    return jax.lax.cond(seen, compute, lambda: jnp.zeros_like(out))
 
 
 def add_at(total: Array, part: Array, starts: dict[int, int | Array]) -> Array:
@@ -402,4 +402,4 @@ def add_at(total: Array, part: Array, starts: dict[int, int | Array]) -> Array:
     return jax.lax.dynamic_update_slice(total, here + part.astype(total.dtype), index)
 
 
-ENGINE = Engine("blocked", run, CAPTURES, about="linear memory, forward and backward")
+ENGINE = Engine("blocked", run, CAPTURES, symbolic=("b",), about="linear memory, forward and backward")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jaxattn.axes import at_least_float32
 from jaxattn.masks import Frame, Mask
 from jaxattn.sides import Coupling, KeySide, Mix, QuerySide
 
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     @property
     def dtype(self) -> jnp.dtype:
         """The type of logits and softmax: at least float32."""
-        return jnp.promote_types(self.query.query.dtype, jnp.float32)
+        return at_least_float32(self.query.query.dtype)
 
     @property
     def logit_heads(self) -> int:
@@ -55,11 +56,21 @@ class Call(NamedTuple):
         return _heads_after(self.softmax_heads, self.coupling.post)
 
     @property
+    def symbolic(self) -> tuple[str, ...]:
+        """Axes of b, q and k whose size `jax.export` leaves open: nothing can be decided by it."""
+        sizes = dict(b=self.frame.batch, q=(self.frame.q_len,), k=(self.frame.k_len,))
+        return tuple(axis for axis, ns in sizes.items() if not all(isinstance(n, int) for n in ns))
+
+    @property
+    def examples(self) -> int:
+        """How many examples a plan may count on, at least 1; 1 where the batch is symbolic."""
+        return 1 if "b" in self.symbolic else max(1, math.prod(self.frame.batch))
+
+    @property
     def score_bytes(self) -> int:
-        """Bytes of one dense tensor of scores [..., h, q, k], at the stage with most heads."""
+        """Bytes of one dense tensor of an example's scores [h, q, k], at the stage with most heads."""
         heads = max(self.logit_heads, self.softmax_heads, self.output_heads)
-        pairs = math.prod(self.frame.batch) * self.frame.q_len * self.frame.k_len
-        return heads * pairs * jnp.dtype(self.dtype).itemsize
+        return heads * self.frame.q_len * self.frame.k_len * jnp.dtype(self.dtype).itemsize
 
     @property
     def mixes(self) -> bool:
@@ -85,6 +96,7 @@ class Engine(NamedTuple):
         captures: the intermediates that it can return; asking for others raises.
         modes: derivatives that it has, of "reverse" and "forward".
         refuses: `(call)` to the reason why it cannot run it, or None.
+        symbolic: axes of b, q and k whose size may be symbolic, as in `jax.export`.
         routes: whether it takes query sides that hold active heads alone (`QuerySide.head`), and no others.
         about: one line for tables and errors.
     """
@@ -94,11 +106,15 @@ class Engine(NamedTuple):
     captures: tuple[str, ...] = CAPTURES
     modes: tuple[str, ...] = ("reverse", "forward")
     refuses: Callable[[Call], str | None] = lambda call: None
+    symbolic: tuple[str, ...] = ()
     routes: bool = False
     about: str = ""
 
     def why_not(self, call: Call) -> str | None:
         """Why this engine cannot run a call, or None: what it never holds, what it refuses."""
+        planned = [axis for axis in call.symbolic if axis not in self.symbolic]
+        if planned:
+            return f"it plans by the sizes, and axis {', '.join(planned)} is symbolic"
         missing = [name for name in call.capture if name not in self.captures]
         if missing:
             return f"it never holds {', '.join(missing)} as a whole"

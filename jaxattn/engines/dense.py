@@ -21,4 +21,6 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
     return heads, {name: captured[name] for name in call.capture if name in captured}
 
 
-ENGINE = Engine("dense", run, about="whole score tensors; returns logits and weights")
+ENGINE = Engine(
+    "dense", run, symbolic=("b", "q", "k"), about="whole score tensors; returns logits and weights"
+)

@@ -4,6 +4,8 @@ Engines differ in which blocks they ask for, how they mix and what they keep; th
 """
 
 import functools
+import math
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxattn.axes import contract
+from jaxattn.axes import contract, same_rank
 from jaxattn.engines import dropout
-from jaxattn.engines.layout import Block
+from jaxattn.engines.layout import Block, count_from
 from jaxattn.sides import Coupling, Factors, Mix
 
 Dtype = jnp.dtype
@@ -89,7 +91,8 @@ def static_mix(x: Array, static: Mix) -> Array:
     if static.matrix is not None and static.skip:
         out = out + x
     if static.bias is not None:
-        out = out + einops.rearrange(static.bias.astype(x.dtype), "o -> o 1 1")
+        bias = einops.rearrange(static.bias.astype(x.dtype), "o -> o 1 1")
+        out = operator.add(*same_rank(out, bias))
     return out
 
 
@@ -135,11 +138,11 @@ def logits(block: Block, steps: Steps) -> tuple[Array, Array]:
         with jax.named_scope("pre"):
             x = steps.mix(x, static, (of_rows, of_keys))
     if c.pair_bias is not None:
-        q = block.start.row + jnp.arange(x.shape[-2]) if rows.position is None else rows.position[..., 0]
-        k = block.start.key + jnp.arange(x.shape[-1]) if keys.position is None else keys.position[..., 0, :]
-        x = x + c.pair_bias.of(c.pair_bias.params, q, k)
+        q = count_from(block.start.row, x.shape[-2]) if rows.position is None else rows.position[..., 0]
+        k = count_from(block.start.key, x.shape[-1]) if keys.position is None else keys.position[..., 0, :]
+        x = operator.add(*same_rank(x, c.pair_bias.of(c.pair_bias.params, q, k).astype(x.dtype)))
     if block.bias is not None:
-        x = x + block.bias.astype(x.dtype)
+        x = operator.add(*same_rank(x, block.bias.astype(x.dtype)))
     if c.softcap is not None:
         x = c.softcap * jnp.tanh(x / c.softcap)
     return raw, x
@@ -156,16 +159,25 @@ def _scaled_scores(query: Array, key: Array, c: Coupling, dtype: Dtype, steps: S
 def softmax(x: Array, visible: Array) -> Array:
     """Softmax over the visible keys; a row without one gives zeros, with zero gradients.
 
-    Both branches of each selection are finite, so no derivative of any order meets 0 * inf. The cap lies
-    between the product and the difference: contracted into one rounding, a large logit would differ
-    from its own maximum.
+    Finite logits up to the type's largest make no infinity on the way: those so far below their row's largest
+    that their weight is zero are left out before the difference is taken. All selections are between finite
+    numbers, so no derivative of any order meets 0 * inf, and none halves the gradient of a tie as
+    `jnp.maximum` does. The cap lies between the product and the difference: contracted into one rounding, a
+    large logit would differ from its own maximum.
     """
-    x = jnp.minimum(x, jnp.finfo(x.dtype).max)
-    top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf, where=visible)
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    raised = jnp.where(visible, jnp.exp(jnp.where(visible, x - jax.lax.stop_gradient(top), 0)), 0)
+    x, visible = same_rank(x, visible)
+    largest = jnp.finfo(x.dtype).max
+    x = jnp.where(x > largest, largest, x)
+    top = jax.lax.stop_gradient(jnp.where(visible, x, -largest).max(axis=-1, keepdims=True))
+    counts = visible & ~(x < top - reach(x.dtype))  # true of NaN
+    raised = jnp.where(counts, jnp.exp(jnp.where(counts, x, top) - top), 0)
     total = raised.sum(axis=-1, keepdims=True)
     return raised / jnp.where(total == 0, 1, total)
+
+
+def reach(dtype: Dtype) -> float:
+    """How far below the largest logit of its row a logit has weight: exp(-reach) is zero in this type."""
+    return 1 - math.log(jnp.finfo(dtype).smallest_subnormal)
 
 
 @jax.named_scope("post")

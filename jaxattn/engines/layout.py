@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxattn.axes import at_least_float32
 from jaxattn.engines.call import Call
+from jaxattn.masks import as_mask
 from jaxattn.sides import Coupling, Factors
 
 PyTree = Any
@@ -87,7 +89,13 @@ class Block(NamedTuple):
     @property
     def dtype(self) -> jnp.dtype:
         """The type of logits and softmax: at least float32."""
-        return jnp.promote_types(self.rows.query.dtype, jnp.float32)
+        return at_least_float32(self.rows.query.dtype)
+
+
+def count_from(first: int | Array, size: int) -> Array:
+    """Row numbers first, first + 1, ...; numbers that are given one by one as they are."""
+    first = jnp.asarray(first)
+    return first if first.ndim else first + jnp.arange(size, dtype=first.dtype)
 
 
 def lay_out(call: Call) -> tuple[Rows, Keys]:
@@ -153,15 +161,21 @@ def map_examples(function: Callable[[Array, int], Array], call: Call) -> Call:
 def without_tangent(call: Call) -> tuple[PyTree, Callable[[PyTree], Call]]:
     """The arrays of a call that have no tangent, and how the call is made of them again.
 
-    A derivative rule of one's own receives traced arrays; it must not close over them.
+    A derivative rule of one's own receives traced arrays; it must not close over them. So of both sides, the
+    coupling and the bias the new call knows shapes and types alone.
     """
     frame = call.frame
     arrays = call.mask, call.dropout_key, frame.q_position, frame.k_position
+    shapes = jax.eval_shape(lambda *form: form, call.query, call.key, call.coupling, call.bias)
+    query, key, coupling, bias = shapes
+    frame = frame._replace(q_position=None, k_position=None)
+    bare = call._replace(query=query, key=key, coupling=coupling, bias=bias)
+    bare = bare._replace(mask=as_mask(None), frame=frame, dropout_key=None)
 
     def again(arrays: PyTree) -> Call:
         mask, dropout_key, q_position, k_position = arrays
         positions = frame._replace(q_position=q_position, k_position=k_position)
-        return call._replace(mask=mask, dropout_key=dropout_key, frame=positions)
+        return bare._replace(mask=mask, dropout_key=dropout_key, frame=positions)
 
     return arrays, again
 

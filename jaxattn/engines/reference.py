@@ -53,15 +53,15 @@ def _row(call: Call, query, key, visible, bias, kept) -> tuple[Array, dict[str, 
         for h in range(heads):
             of = _source(h, heads, key_row.key.shape[0], c.key_of)
             dot = jnp.sum(query.query[h].astype(dtype) * key_row.key[of].astype(dtype))
-            raw.append(c.scale * dot + (0 if key_row.bias is None else key_row.bias[h]))
+            raw.append(c.scale * dot + (0 if key_row.bias is None else key_row.bias[h].astype(dtype)))
         raw = mixed = jnp.stack(raw)
         for static, from_query, from_key in zip(c.pre, query.pre, key_row.pre, strict=True):
             mixed = _mix(mixed, static, from_query, from_key)
         if c.pair_bias is not None:
             position = query.position[None], key_row.position[None]
-            mixed = mixed + c.pair_bias.of(c.pair_bias.params, *position)[:, 0, 0]
+            mixed = mixed + c.pair_bias.of(c.pair_bias.params, *position)[:, 0, 0].astype(dtype)
         if bias is not None:
-            mixed = mixed + bias
+            mixed = mixed + bias.astype(dtype)
         if c.softcap is not None:
             mixed = c.softcap * jnp.tanh(mixed / c.softcap)
         return raw, mixed
@@ -69,10 +69,11 @@ def _row(call: Call, query, key, visible, bias, kept) -> tuple[Array, dict[str, 
     key_bias = None if bias is None else bias.T
     raw, logits = jax.lax.map(pair_logits, (key, key_bias))  # [k, hl], [k, hs]
     seen = jnp.broadcast_to(visible.T, logits.shape)
-    top = jax.lax.stop_gradient(jnp.max(logits, 0, initial=-jnp.inf, where=seen))
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    raised = jnp.where(seen, jnp.exp(jnp.where(seen, logits - top, 0)), 0)
-    total = raised.sum(0)
+    top = jax.lax.stop_gradient(jnp.where(seen, logits, jnp.finfo(dtype).min).max(0, keepdims=True))
+    half = jnp.where(seen, logits, top) / 2 - top / 2  # a whole difference could be too large for the type
+    counts = seen & ~(half < -500)  # exp(-1000) is zero
+    raised = jnp.where(counts, jnp.exp(2 * jnp.where(counts, half, 0)), 0)
+    total = raised.sum(0, keepdims=True)
     weights = raised / jnp.where(total > 0, total, 1)
 
     def pair_weights(pair):
@@ -108,12 +109,13 @@ def _mix(x: Array, static: Mix, from_query: Factors | None, from_key: Factors | 
         if factors is None:
             continue
         if factors.down is not None and factors.up is not None:
-            matrix = matrix + _blocks(jax.vmap(jnp.matmul)(factors.down, factors.up))
+            low_rank = jax.vmap(jnp.matmul)(factors.down.astype(x.dtype), factors.up.astype(x.dtype))
+            matrix = matrix + _blocks(low_rank)
         if factors.diag is not None:
-            matrix = matrix + jnp.diag(factors.diag)
+            matrix = matrix + jnp.diag(factors.diag.astype(x.dtype))
         if factors.dense is not None:
-            matrix = matrix + factors.dense
-    return x @ matrix + (0 if static.bias is None else static.bias)
+            matrix = matrix + factors.dense.astype(x.dtype)
+    return x @ matrix + (0 if static.bias is None else static.bias.astype(x.dtype))
 
 
 def _blocks(matrix: Array) -> Array:
@@ -140,4 +142,4 @@ def _kept(call: Call) -> Array | None:
     return dropout.keep(call.dropout_key, c.dropout, c.dropout_shared, shape)
 
 
-ENGINE = Engine("reference", run, captures=CAPTURES, about="loops over pairs, for checking")
+ENGINE = Engine("reference", run, CAPTURES, symbolic=("b", "q", "k"), about="loops over pairs, for checking")

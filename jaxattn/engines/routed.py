@@ -2,7 +2,7 @@
 
 The pairs of each example lie in blocks of one head (`jaxattn.route`), rows ascending, so a block reads the
 keys of its head that its rows can reach: a few static sizes, chosen by a branch at run time. Keys and values
-are dense: any row may choose any head. The backward pass makes each block again, as that of `blocked` does.
+are dense: any row may choose any head. The backward pass recomputes each block, as that of `blocked` does.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxattn.axes import at_least_float32
 from jaxattn.engines.blocked import add_at, block_heads, key_span, of_examples
 from jaxattn.engines.call import Call, Engine
 from jaxattn.engines.layout import (
@@ -76,7 +77,7 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
     query, head, (key, value) = call.query.query, call.query.head, call.key[:2]
     assert head is not None
     if 0 in (query.size, key.size):
-        return jnp.zeros((*batch, *query.shape[-3:-1], value.shape[-1]), value.dtype), {}
+        return jnp.zeros_like(value, shape=(*batch, *query.shape[-3:-1], value.shape[-1])), {}
     flat = lambda x, core: flat_batch(x, core, batch)
     whole = lambda x, core: jnp.broadcast_to(flat(x, core), (examples, *x.shape[x.ndim - core :]))
     where = jax.vmap(lambda head: route(head, call.logit_heads, SLOTS))(whole(head, 2))
@@ -94,7 +95,7 @@ def run(call: Call) -> tuple[Array, dict[str, Array]]:
 
     heads = with_pull(
         lambda pairs, others: (_forward(pairs, *rejoin(others), reach), ()),
-        lambda pairs, others, _, owed: _backward(pairs, *rejoin(others), reach, owed),
+        lambda pairs, others, _, cotangent: _backward(pairs, *rejoin(others), reach, cotangent),
     )
     out = jax.vmap(to_pairs)(heads(pairs, (where, arrays)), where)
     return out.reshape(*batch, *out.shape[1:]).astype(value.dtype), {}
@@ -123,7 +124,7 @@ def _forward(pairs: Pairs, where: Route, call: Call, reach: Reach) -> Array:
 
             def heads(size: int, first: Array) -> Array:
                 if size == 0:
-                    return jnp.zeros((query.shape[0], pairs.value.shape[-2]), pairs.value.dtype)
+                    return jnp.zeros_like(pairs.value, shape=(query.shape[0], pairs.value.shape[-2]))
                 own, start = _cut(pairs._replace(query=query), slots, here, size, first)
                 return _heads(own, slots, here, start._replace(example=number))
 
@@ -135,18 +136,18 @@ def _forward(pairs: Pairs, where: Route, call: Call, reach: Reach) -> Array:
 
 
 def _backward(pairs: Pairs, where: Route, call: Call, reach: Reach, cotangent: Array) -> Pairs:
-    """Cotangents of all floating arrays; what keys and values are owed is added in place, head by head."""
+    """Cotangents of all floating arrays; those of keys and values are added in place, head by head."""
 
     def example(xs):
         pairs, where, number, cotangent = xs
         here = of_examples(call, number, 1)
-        zeros = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+        zeros = lambda x: jnp.zeros_like(x, at_least_float32(x.dtype))
 
-        def block(owed, xs):
+        def block(totals, xs):
             query, slots, cotangent = xs
             sources = _sources(slots, here)
             of_head = [
-                jax.lax.dynamic_index_in_dim(*z, keepdims=False) for z in zip(owed, sources, strict=True)
+                jax.lax.dynamic_index_in_dim(*z, keepdims=False) for z in zip(totals, sources, strict=True)
             ]
 
             def pulled(size: int, first: Array) -> tuple[Array, list[Array]]:
@@ -160,12 +161,12 @@ def _backward(pairs: Pairs, where: Route, call: Call, reach: Reach, cotangent: A
 
             to_query, more = _by_reach(slots, reach, pulled)
             put = lambda total, part, head: jax.lax.dynamic_update_index_in_dim(total, part, head, 0)
-            return [put(*z) for z in zip(owed, more, sources, strict=True)], to_query
+            return [put(*z) for z in zip(totals, more, sources, strict=True)], to_query
 
-        owed = [zeros(pairs.key), zeros(pairs.value)]
-        owed, to_query = jax.lax.scan(block, owed, (pairs.query, _slots(where), cotangent))
+        totals = [zeros(pairs.key), zeros(pairs.value)]
+        totals, to_query = jax.lax.scan(block, totals, (pairs.query, _slots(where), cotangent))
         cast = lambda x, total: total.astype(x.dtype)
-        return Pairs(to_query, *map(cast, (pairs.key, pairs.value), owed))
+        return Pairs(to_query, *map(cast, (pairs.key, pairs.value), totals))
 
     return jax.lax.map(example, (pairs, where, _numbers(where), cotangent))
 
@@ -183,7 +184,7 @@ def _slots(where: Route) -> Slots:
 
 
 def _numbers(where: Route) -> Array:
-    return jnp.arange(where.head.shape[0])
+    return jnp.arange(where.head.shape[0], dtype=jnp.int32)
 
 
 def _sources(slots: Slots, call: Call) -> tuple[Array, Array]:
@@ -232,7 +233,7 @@ def _heads(own: Pairs, slots: Slots, call: Call, start: Origin) -> Array:
         keys=Keys(own.key[None], own.value[None], None, (), (), None),
         coupling=dataclasses.replace(call.coupling, pre=(), post=(), key_of=None, value_of=None),
         bias=None,
-        visible=visible & slots.filled[:, None],
+        visible=visible & einops.rearrange(slots.filled, "s -> 1 s 1"),
         dropout_key=call.dropout_key,
         start=start,
     )

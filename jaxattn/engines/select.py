@@ -16,6 +16,8 @@ def routes(engine: str) -> bool:
 def select(engine: str, call: Call) -> Engine:
     """The engine to run a call with; `"auto"` chooses by size and by what is asked for.
 
+    Of a symbolic batch it asks how large the scores of one example are; with symbolic rows it takes "dense".
+
     Raises:
         ValueError: for an unknown name, or when the engine cannot do what the call asks, naming those
             that can.
@@ -23,9 +25,8 @@ def select(engine: str, call: Call) -> Engine:
     if engine == "auto" and call.query.head is not None:
         engine = routed.ENGINE.name
     if engine == "auto":
-        small = call.score_bytes <= DENSE_BYTES
-        needs_all = any(name not in blocked.ENGINE.captures for name in call.capture)
-        return ENGINES["dense" if small or needs_all else "blocked"]
+        blocks = blocked.ENGINE.why_not(call) is None and call.examples * call.score_bytes > DENSE_BYTES
+        return ENGINES["blocked" if blocks else "dense"]
     if engine not in ENGINES:
         known = ", ".join(map(repr, ("auto", *ENGINES)))
         raise ValueError(f"engine: got {engine!r}, expected one of {known}.")
@@ -34,6 +35,10 @@ def select(engine: str, call: Call) -> Engine:
     if why is not None:
         whole = call._replace(query=call.query._replace(head=None))
         able, wholly = ([e.name for e in ENGINES.values() if e.why_not(c) is None] for c in (call, whole))
-        fix = f"one of {', '.join(able)}" if able else f"with every head held, one of {', '.join(wholly)}"
+        fix = (
+            f"one of {', '.join(able)}, or auto"
+            if able
+            else f"with every head held, one of {', '.join(wholly)}"
+        )
         raise ValueError(f"engine {engine!r} cannot run this call: {why}. Fix: {fix}.")
     return chosen

@@ -2,8 +2,8 @@
 
 A mix does little arithmetic on much data; fused into its neighbours, it is done many times over. Here a
 low-rank map is two passes over the scores, with the sum over heads written out so that keys stay the inner
-loop. The transpose of a mix is a mix again (down and up change places), and what factors are owed is summed
-in lanes. `_alone` keeps the passes apart.
+loop. The transpose of a mix is a mix again (down and up change places), and the gradients of row factors are
+summed in lanes. `_alone` keeps the passes apart.
 """
 
 import functools
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxattn.axes import contract
+from jaxattn.axes import contract, same_rank
 from jaxattn.engines import formula
 from jaxattn.engines.formula import join_groups, split_groups
 from jaxattn.linear import linear_map, with_pull
@@ -25,7 +25,7 @@ from jaxattn.sides import Factors, Mix
 
 ALONE = 2**14  # elements from which a pass of its own pays
 LANES = 16  # partial sums of a sum over rows or keys
-WIDE = 8  # from this rank on, what a low-rank factor is owed is a matrix product
+WIDE = 8  # from this rank on, the gradient of a low-rank factor is a matrix product
 
 PyTree = Any
 Both = tuple[Factors | None, Factors | None]
@@ -38,22 +38,22 @@ def mix(x: Array, static: Mix, rows: Both) -> Array:
 
 
 def scores(query: Array, key: Array, key_of: tuple[int, ...] | None, dtype: jnp.dtype) -> Array:
-    """`formula.scores`; the reverse pass makes what keys are owed with the keys inmost, as they lie."""
+    """`formula.scores`; the reverse pass computes the keys' gradient with the keys inmost, as they lie."""
 
     def plain(operands: tuple[Array, Array], others):
         query, key = operands
         return formula.scores(query, key, key_of, dtype), ()
 
-    @jax.named_scope("scores owed")
-    def pull(operands, others, kept, owed):
+    @jax.named_scope("scores gradient")
+    def pull(operands, others, kept, cotangent):
         query, key = operands
-        to_query = formula.gather(owed, key, key_of, dtype)
+        to_query = formula.gather(cotangent, key, key_of, dtype)
         if key_of is None:
             grouped = lambda x: einops.rearrange(x, "... (hK g) q x -> ... hK (g q) x", hK=key.shape[-3])
             rows = "... hK q d, ... hK q k -> ... hK d k"
-            to_key = contract(grouped(query), grouped(owed), rows, dtype=dtype)
+            to_key = contract(grouped(query), grouped(cotangent), rows, dtype=dtype)
         else:
-            (to_key,) = jax.vjp(lambda key: plain((query, key), ())[0], key)[1](owed)
+            (to_key,) = jax.vjp(lambda key: plain((query, key), ())[0], key)[1](cotangent)
         return to_query.astype(query.dtype), to_key.astype(key.dtype)
 
     return with_pull(plain, pull)((query, key), ())
@@ -72,14 +72,15 @@ def softmax(x: Array, visible: Array, known: Array | None = None) -> tuple[Array
         weights, and [..., q, 2]: each row's largest logit and 1 / sum. The latter is data: its derivative is
         zero, and that to x is whole without it.
     """
-    finite = lambda x: jnp.minimum(x, jnp.finfo(x.dtype).max)
+    reach, largest = formula.reach(x.dtype), jnp.finfo(x.dtype).max
+    # Between 0 and -reach: no difference of finite logits overflows, and none is a rounded product's own.
+    below = lambda x, top: jnp.minimum(jnp.maximum(x, top - reach), top) - top
     if known is not None:
-        again = lambda x, top, share: jnp.where(visible, jnp.exp(finite(x) - top) * share, 0)
+        again = lambda x, top, share: jnp.where(visible, jnp.exp(below(x, top)) * share, 0)
         return _alone(again, x, known[..., :1], known[..., 1:]), known
-    x = jnp.where(visible, finite(x), -jnp.inf)
+    x = jnp.where(visible, jnp.minimum(x, largest), -largest)
     top = jnp.max(x, axis=-1, keepdims=True)
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    raised = jnp.exp(x - top)
+    raised = jnp.where(visible, jnp.exp(below(x, top)), 0)
     total = raised.sum(axis=-1, keepdims=True)
     share = 1 / jnp.where(total == 0, 1, total)
     return _alone(operator.mul, raised, share), jnp.concatenate([top, share], axis=-1)
@@ -89,7 +90,7 @@ def softmax(x: Array, visible: Array, known: Array | None = None) -> tuple[Array
 def _softmax_jvp(primals, tangents):
     weights, rows = softmax(*primals)
 
-    @jax.named_scope("softmax owed")
+    @jax.named_scope("softmax gradient")
     def move(weights, tangent):
         moved = weights * tangent
         return moved - weights * moved.sum(axis=-1, keepdims=True)
@@ -110,7 +111,9 @@ def _mix(operands: tuple[Array, Mix, Both], others: PyTree) -> tuple[Array, list
     matrix = None if static.matrix is None else grouped(_matrix(join_groups(x), static))
     whole = lambda m: grouped(_alone(_sum_over_heads, join_groups(x), m))
     dense = [None if f is None or f.dense is None else whole(f.dense) for f in rows]
-    bias = None if static.bias is None else grouped(einops.rearrange(static.bias, "o -> o 1 1"))
+    bias = None if static.bias is None else einops.rearrange(static.bias, "(g o) -> g o 1 1", g=groups)
+    if bias is not None:
+        bias = same_rank(x, bias)[1]
 
     def together(x, matrix, dense, lows, ups, diags, bias):
         terms = [x] if matrix is None or static.skip else []
@@ -127,17 +130,17 @@ def _groups(rows: Both) -> int:
     return next((f.down.shape[-5] for f in rows if f is not None and f.down is not None), 1)
 
 
-def _mix_pull(operands, others, lows, owed: Array) -> tuple[Array, Mix, Both]:
+def _mix_pull(operands, others, lows, cotangent: Array) -> tuple[Array, Mix, Both]:
     del others
     x, static, rows = operands
     turned = tuple(None if factors is None else _turn(factors) for factors in rows)
     matrix = None if static.matrix is None else einops.rearrange(static.matrix, "... i o -> ... o i")
-    to_x, owed_lows = _mix((owed, Mix(matrix, None, static.skip), cast(Both, turned)), ())
+    to_x, low_cotangents = _mix((cotangent, Mix(matrix, None, static.skip), cast(Both, turned)), ())
     to_rows = tuple(
-        None if factors is None else _owed_factors(x, factors, low, owed, owed_low, axis)
-        for factors, low, owed_low, axis in zip(rows, lows, owed_lows, (-1, -2), strict=True)
+        None if factors is None else _factors_cotangent(x, factors, low, cotangent, low_cotangent, axis)
+        for factors, low, low_cotangent, axis in zip(rows, lows, low_cotangents, (-1, -2), strict=True)
     )
-    return to_x, _owed_static(x, static, owed), cast(Both, to_rows)
+    return to_x, _static_cotangent(x, static, cotangent), cast(Both, to_rows)
 
 
 def _turn(factors: Factors) -> Factors:
@@ -146,35 +149,37 @@ def _turn(factors: Factors) -> Factors:
     return Factors(swap(factors.up), swap(factors.down), factors.diag, swap(factors.dense))
 
 
-@jax.named_scope("static owed")
-def _owed_static(x: Array, static: Mix, owed: Array) -> Mix:
+@jax.named_scope("static gradient")
+def _static_cotangent(x: Array, static: Mix, cotangent: Array) -> Mix:
     matrix = bias = None
     if static.matrix is not None:
-        rows = (_pairs_last(y, static.groups) for y in (x, owed))
+        rows = (_pairs_last(y, static.groups) for y in (x, cotangent))
         each = contract(*rows, "... g i k, ... g o k -> ... g i o")
         matrix = each.reshape(-1, *each.shape[-3:]).sum(0).reshape(static.matrix.shape)
     if static.bias is not None:
-        bias = einops.reduce(owed, "... o q k -> o", "sum")
+        bias = einops.reduce(cotangent, "... o q k -> o", "sum")
     return Mix(matrix, bias, static.skip)
 
 
-@jax.named_scope("factors owed")
-def _owed_factors(x: Array, factors: Factors, low, owed: Array, owed_low, axis: int) -> Factors:
-    """What the factors of one side's rows are owed: sums over the other side's rows, along `axis`."""
+@jax.named_scope("factors gradient")
+def _factors_cotangent(
+    x: Array, factors: Factors, low, cotangent: Array, low_cotangent, axis: int
+) -> Factors:
+    """Cotangents of the factors of one side's rows: sums over the other side's rows, along `axis`."""
     down = up = diag = dense = None
     if factors.down is not None:
         groups = factors.down.shape[-5]
-        down = _outer(split_groups(x, groups), owed_low, axis)
-        up = _outer(low, split_groups(owed, groups), axis)
+        down = _outer(split_groups(x, groups), low_cotangent, axis)
+        up = _outer(low, split_groups(cotangent, groups), axis)
     if factors.diag is not None:
-        diag = _sum_products(x, owed, axis)
+        diag = _sum_products(x, cotangent, axis)
     if factors.dense is not None:
-        dense = _outer_product(x, owed, axis)
+        dense = _outer_product(x, cotangent, axis)
     return Factors(down, up, diag, dense)
 
 
 def _alone(function: Callable[..., Array], *operands: PyTree) -> Array:
-    """`function(*operands)` as a pass of its own, neither fused with others nor done again inside them.
+    """`function(*operands)` as a pass of its own, neither fused with others nor recomputed inside them.
 
     On CPU XLA drops a barrier before it fuses, but keeps a branch. Small results are not worth one.
     """
@@ -185,7 +190,7 @@ def _alone(function: Callable[..., Array], *operands: PyTree) -> Array:
 
     def branch(*operands):
         always = jax.lax.optimization_barrier(jnp.ones((), bool))
-        return jax.lax.cond(always, function, lambda *_: jnp.zeros(out.shape, out.dtype), *operands)
+        return jax.lax.cond(always, function, lambda *_: jnp.zeros_like(out), *operands)
 
     def barrier(*operands):
         return jax.lax.optimization_barrier(function(*operands))

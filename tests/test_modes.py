@@ -1,0 +1,408 @@
+"""JAX's strict and tracing modes: a table of variants x engines x modes, forward, gradient and decode.
+
+A mode is a setting of JAX under which a program either still gives its value or raises. Most of them show in
+tracing alone, so those cells compile nothing. Values at the edge of a type are in test_modes_numbers.py.
+"""
+
+import contextlib
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import table
+from flax import nnx
+from jax import ShapeDtypeStruct, export
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxattn as ja
+import variants
+
+B, T, MODEL, SIZE = 2, 5, 12, 6  # rows of the cache: SIZE
+OPTIONS = {
+    "mha": {},
+    "mohsa": {"overlap": 2},
+    "talking_heads": {},
+    "dcmha": {},
+    "moh": {"shared": 1, "top_k": 2},
+    "collab": {},
+}
+ENGINES = ("reference", "dense", "blocked", "auto")
+CELLS = [(name, engine) for name in variants.VARIANTS for engine in ENGINES] + [("moh", "routed")]
+cells = pytest.mark.parametrize(("name", "engine"), CELLS)
+each_variant = pytest.mark.parametrize("name", variants.VARIANTS)
+P = PartitionSpec
+
+
+@functools.cache
+def made(name, dtype=jnp.float32):
+    """An attention of this variant with biases, rotary positions and head norms; parameters of order 1."""
+    norm = None if name == "collab" else "rms"  # one basis for all heads: it refuses head norms
+    spec = ja.HeadSpec(
+        model=MODEL, heads=4, d_qk=4, d_v=4, use_bias=True, rotary=ja.Rotary(pairs="adjacent"), qk_norm=norm
+    )
+    attn = ja.attention(spec, variants.VARIANTS[name](**OPTIONS[name]))
+    params = table.cast(table.drawn(attn, np.random.default_rng(4)), dtype)
+    return attn, params, attn.empty_cache(B, SIZE, dtype=dtype)
+
+
+def drawn(dtype=jnp.float32, batch=B, rows=T):
+    """States, and how many rows of each example are real: none of the last one's."""
+    x = np.random.default_rng(5).normal(size=(batch, rows, MODEL))
+    n = np.arange(batch)[::-1] * (rows - 2)
+    return jnp.asarray(x, dtype), jnp.asarray(n, jnp.int32)
+
+
+def whole(attn, engine):
+    """The output and its gradients, of (params, x, n)."""
+
+    def loss(params, x, n):
+        y, aux = attn.apply(params, x, mask=ja.causal() & ja.lengths(n), engine=engine)
+        return (y * y).sum() + aux.total().astype(y.dtype), y
+
+    def both(params, x, n):
+        gradient, y = jax.grad(loss, (0, 1), has_aux=True)(params, x, n)
+        return y, gradient
+
+    return both
+
+
+def steps(attn, engine):
+    """A prompt of three rows and a step, of (params, cache, x)."""
+
+    def decode(params, cache, x):
+        prompt, _, cache = attn.decode(params, cache, x[:, :3], engine=engine)
+        return prompt, attn.decode(params, cache, x[:, 3:4], engine=engine)[0]
+
+    return decode
+
+
+def cell(name, engine, dtype=jnp.float32):
+    """Both functions of a cell with their arguments."""
+    attn, params, cache = made(name, dtype)
+    x, n = drawn(dtype)
+    return (whole(attn, engine), (params, x, n)), (steps(attn, engine), (params, cache, x))
+
+
+@functools.cache
+def expected(name):
+    """What the cells of a variant give without any mode."""
+    return [jax.tree.map(np.asarray, table.jit(f)(*args)) for f, args in cell(name, "dense")]
+
+
+def assert_near(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, np.abs(b).max()))
+
+
+def test_every_variant_and_engine_has_its_row():
+    assert set(OPTIONS) == set(variants.VARIANTS)
+    engines = {engine for _, engine in CELLS} | set(table.KERNELS)
+    assert engines == {*ja.ENGINES, "auto"}
+
+
+# Types and ranks
+
+
+@contextlib.contextmanager
+def strict():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@cells
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_nothing_is_promoted_implicitly(name, engine, dtype):
+    for function, args in cell(name, engine, dtype):
+        with strict():
+            jax.eval_shape(function, *args)
+
+
+@each_variant
+def test_r2_01_no_bool_is_taken_as_a_number(name):
+    attn, params, _ = made(name)
+    x, _ = drawn()
+    want = attn.apply(params, x)[1].sums
+    with strict():
+        got = attn.apply(params, x)[1].sums
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+OF_RANKS = {
+    "bias": {"use_bias": True},
+    "rotary": {"rotary": ja.Rotary()},
+    "part of the width": {"rotary": ja.Rotary(width=2)},
+    "rms": {"qk_norm": "rms"},
+    "layer": {"qk_norm": "layer"},
+    "soft cap": {"softcap": 2.0},
+    "fewer key heads": {"kv_heads": 2, "use_bias": True},
+    "dropout": {"dropout": 0.5, "head_dropout": 0.5, "dropout_shared": ("q",)},
+}
+
+
+@pytest.mark.parametrize("options", OF_RANKS.values(), ids=OF_RANKS)
+def test_r2_02_options_promote_no_rank(options):
+    attn = ja.attention(ja.HeadSpec(model=16, heads=4, **options))
+    x, key = jnp.ones((2, 6, 16), jnp.float32), jax.random.key(1)
+    with strict():
+        params = jax.eval_shape(attn.init, jax.random.key(0))
+        for engine in ("reference", "dense", "blocked"):
+            call = functools.partial(attn.apply, engine=engine, dropout_key=key)
+            jax.eval_shape(lambda params, x, call=call: call(params, x)[0], params, x)
+
+
+@each_variant
+def test_r2_02_initial_values_promote_no_rank(name):
+    with strict():
+        jax.eval_shape(made(name)[0].init, jax.random.key(0))
+
+
+MASKS = {
+    "causal": lambda n, ids: ja.causal(align="end"),
+    "window": lambda n, ids: ja.window(2, ahead=1),
+    "padding": lambda n, ids: ja.padding(ids > 0),
+    "padding of all examples": lambda n, ids: ja.padding(ids[0] > 0),
+    "lengths": lambda n, ids: ja.lengths(n),
+    "lengths int8": lambda n, ids: ja.lengths(n.astype(jnp.int8)),
+    "lengths int64": lambda n, ids: ja.lengths(n.astype(jnp.int64)),
+    "one length": lambda n, ids: ja.lengths(n[0]),
+    "segments": lambda n, ids: ja.segments(ids),
+    "segments of two ranks": lambda n, ids: ja.segments(ids, ids[0]),
+    "explicit": lambda n, ids: ja.explicit(ids > 0, axes="b k"),
+    "explicit h q": lambda n, ids: ja.explicit(jnp.ones((4, 6), bool), axes="h q"),
+    "not, or": lambda n, ids: ~ja.causal() | ja.padding(ids > 0),
+    "all": lambda n, ids: (ja.causal() & ja.lengths(n)) | ja.padding(ids[0] > 0) & ja.segments(ids),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_r2_02_masks_promote_neither_rank_nor_type(mask):
+    x, n = jnp.ones((2, 6, 16), jnp.float32), jnp.array([6, 4], jnp.int32)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 6)), jnp.int32)
+    attn = ja.attention(ja.HeadSpec(model=16, heads=4))
+    params = jax.eval_shape(attn.init, jax.random.key(0))
+    want = mask(n, ids).table(6, 6)
+    with strict():
+        np.testing.assert_array_equal(mask(n, ids).table(6, 6), want)
+        for engine in ("reference", "dense", "blocked"):
+            call = functools.partial(attn.apply, mask=mask(n, ids), engine=engine)
+            jax.eval_shape(lambda params, x, call=call: call(params, x)[0], params, x)
+
+
+KINDS = ("int8", "uint8", "int32", "uint32", "int64", "float32")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", (None, "int32", "int64"))
+def test_r2_02_positions_of_any_two_types_are_compared(kind, other):
+    q = jnp.arange(4, dtype=kind)
+    k = None if other is None else jnp.arange(4, dtype=other)[None]  # of another rank too
+    mask = ja.causal() & ja.window(2)
+    with strict():
+        np.testing.assert_array_equal(mask.table(4, 4, q, k)[..., 0, :, :].reshape(4, 4), mask.table(4, 4)[0])
+
+
+def distances(slope, q, k):
+    """slope[h] * (q - k), of positions [q] and [k]."""
+    distance = (q[:, None] - k[None, :]).astype(slope.dtype)
+    return slope[:, None, None] * distance[None]
+
+
+@pytest.mark.parametrize("engine", ("reference", "dense", "blocked"))
+def test_r2_02_a_pair_bias_and_a_bias_of_fewer_axes_promote_nothing(engine):
+    side = jnp.ones((2, 5, 4, 3), jnp.float32)
+    coupling = ja.Coupling(scale=0.5, pair_bias=ja.PairBias(jnp.ones(4, jnp.float32), distances))
+    with strict():
+        jax.eval_shape(
+            lambda bias: ja.attend(
+                ja.QuerySide(side), ja.KeySide(side, side), coupling, bias=bias, engine=engine
+            )[0],
+            jnp.ones((4, 1, 5), jnp.float32),
+        )
+
+
+# NaN and infinity, with compiled functions and one operation at a time
+
+
+@contextlib.contextmanager
+def finite(jit):
+    with jax.debug_nans(True), jax.debug_infs(True), contextlib.ExitStack() as stack:
+        if not jit:
+            stack.enter_context(jax.disable_jit())
+        yield
+
+
+@cells
+@pytest.mark.heavy
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "no_jit"])
+def test_no_infinity_or_nan_on_the_way(name, engine, jit):
+    for (function, args), want in zip(cell(name, engine), expected(name), strict=True):
+        with finite(jit):
+            got = function(*args)
+        assert_near(got, want)
+
+
+# Leaks
+
+
+@pytest.fixture
+def leaks(monkeypatch):
+    """JAX looks for who holds a leaked tracer; that may take hours, and the tests need not know."""
+
+    def found(name, trace, tracers):
+        return AssertionError(f"leaked from {trace}: {tracers}")
+
+    monkeypatch.setattr("jax._src.core.leaked_tracer_error", found, raising=False)
+    gc.collect()
+    gc.freeze()  # every trace collects garbage: what stands before need not be searched
+    yield
+    gc.unfreeze()
+
+
+@cells
+@pytest.mark.heavy
+def test_no_tracer_outlives_its_call(name, engine, leaks):
+    for function, args in cell(name, engine):
+        with jax.checking_leaks():
+            jax.eval_shape(function, *args)
+
+
+# shard_map with its default check; values on several devices: test_sharding.py
+
+
+@cells
+def test_r2_17_gradients_and_steps_under_shard_map(name, engine):
+    attn, params, cache = made(name)
+    x, n = drawn()
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    split = functools.partial(jax.shard_map, mesh=mesh)
+    both, decode = whole(attn, engine), steps(attn, engine)
+    ins = (P(), P("data"), P("data"))
+
+    # The gradient of a sharded call, and a gradient taken inside of one.
+    forward = lambda params, x, n: attn.apply(params, x, mask=ja.causal() & ja.lengths(n), engine=engine)[0]
+    outer = split(forward, in_specs=ins, out_specs=P("data"))
+    jax.eval_shape(jax.grad(lambda *args: outer(*args).sum(), (0, 1)), params, x, n)
+    inner = split(lambda *args: both(*args)[1], in_specs=ins, out_specs=(P(), P("data")))
+    jax.eval_shape(inner, params, x, n)
+    jax.eval_shape(jax.grad(lambda x: inner(params, x, n)[1].sum()), x)  # a derivative of it
+    of_cache = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), cache)
+    jax.eval_shape(split(decode, in_specs=(P(), of_cache, P("data")), out_specs=P("data")), params, cache, x)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("name", "engine"), [("talking_heads", "blocked"), ("moh", "routed")])
+def test_r2_17_gradient_under_shard_map_is_that_without(name, engine):
+    attn, params, _ = made(name)
+    x, n = drawn()
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    mask = lambda n: ja.causal() & ja.lengths(n)
+    call = lambda params, x, n: attn.apply(params, x, mask=mask(n), engine=engine)[0]
+    split = jax.shard_map(call, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"))
+    got, want = (
+        table.jit(jax.grad(lambda params, x, f=f: (f(params, x, n) ** 2).sum(), (0, 1)))(params, x)
+        for f in (split, call)
+    )
+    assert_near(got, want)
+
+
+# Symbolic sizes
+
+
+def of_sizes(batch, rows, dtype=jnp.float32):
+    return ShapeDtypeStruct((batch, rows, MODEL), dtype), ShapeDtypeStruct((batch,), jnp.int32)
+
+
+@pytest.mark.heavy
+@each_variant
+def test_r2_03_an_exported_program_serves_any_batch_and_rows(name):
+    attn, params, _ = made(name)
+    function = table.jit(whole(attn, "auto"))
+    b, t = export.symbolic_shape("b, t")
+    program = export.export(function)(params, *of_sizes(b, t))
+    for batch, rows in ((2, 5), (3, 7)):
+        x, n = drawn(batch=batch, rows=rows)
+        assert_near(program.call(params, x, n), function(params, x, n))
+
+
+@cells
+def test_r2_03_engines_take_symbolic_sizes_or_say_which_does(name, engine):
+    attn, params, cache = made(name)
+    both, decode = jax.jit(whole(attn, engine)), jax.jit(steps(attn, engine))
+    b, t = export.symbolic_shape("b, t")
+    if engine in ("blocked", "routed"):
+        with pytest.raises(ValueError, match="symbolic.*Fix: .*auto"):
+            export.export(both)(params, *of_sizes(b, t))
+    else:
+        export.export(both)(params, *of_sizes(b, t))
+    if engine != "routed":
+        export.export(both)(params, *of_sizes(b, T))
+        of_batch = lambda x: ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) if x.ndim else x
+        export.export(decode)(params, jax.tree.map(of_batch, cache), of_sizes(b, T)[0])
+
+
+def test_r2_03_as_it_was_reported():
+    attn = ja.attention(ja.HeadSpec(model=16, heads=4))
+    params, x = attn.init(jax.random.key(0)), jnp.ones((3, 8, 16), jnp.float32)
+    call = table.jit(lambda x: attn.apply(params, x, mask=ja.causal())[0])
+    program = export.export(call)(ShapeDtypeStruct(export.symbolic_shape("b, 8, 16"), jnp.float32))
+    np.testing.assert_allclose(program.call(x), call(x), atol=1e-6)
+
+
+def test_r2_03_auto_judges_a_symbolic_batch_by_one_example():
+    attn = ja.attention(ja.HeadSpec(model=16, heads=4))
+    params = jax.eval_shape(attn.init, jax.random.key(0))
+    found = []
+
+    def names(rows):
+        call = jax.jit(lambda params, x: attn.apply(params, x, mask=ja.causal())[0])
+        shape = export.symbolic_shape(f"b, {rows}, 16")
+        text = export.export(call)(params, ShapeDtypeStruct(shape, jnp.float32)).mlir_module()
+        return "while" in text  # blocked is a loop
+
+    found = [names(256), names(2048), names("t")]
+    assert found == [False, True, False]
+
+
+@pytest.mark.heavy
+def test_r2_03_blocks_of_a_symbolic_batch_are_those_of_any_other():
+    attn, params, _ = made("talking_heads")
+    rows = 300  # several blocks
+    function = table.jit(whole(attn, "blocked"))
+    program = export.export(function)(params, *of_sizes(export.symbolic_shape("b")[0], rows))
+    x, n = drawn(batch=3, rows=rows)
+    assert_near(program.call(params, x, n), table.jit(whole(attn, "dense"))(params, x, n))
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_r2_03_masks_take_symbolic_sizes(mask):
+    if mask is MASKS["explicit h q"]:
+        mask = lambda n, ids: ja.explicit(jnp.ones((4, 1), bool) & (ids[0] > 0), axes="h q")
+    attn = ja.attention(ja.HeadSpec(model=16, heads=4))
+    params = jax.eval_shape(attn.init, jax.random.key(0))
+    call = lambda params, x, n, ids: attn.apply(params, x, mask=mask(n, ids))[0]
+    b, t = export.symbolic_shape("b, t")
+    args = [((b, t, 16), jnp.float32), ((b,), jnp.int32), ((b, t), jnp.int32)]
+    export.export(jax.jit(call))(params, *(ShapeDtypeStruct(*a) for a in args))
+
+
+# Flax's own views of a layer
+
+
+@each_variant
+def test_flax_shows_splits_and_merges_a_layer(name, capsys):
+    layer = ja.MultiHeadAttention(
+        num_heads=4, in_features=MODEL, variant=variants.VARIANTS[name](**OPTIONS[name]), rngs=nnx.Rngs(0)
+    )
+    x, _ = drawn()
+    assert "kernel" in nnx.tabulate(layer, x)
+    nnx.display(layer)
+    assert capsys.readouterr().out
+    graph, state = nnx.split(layer)
+    want = layer(x)
+    np.testing.assert_array_equal(nnx.merge(graph, state)(x), want)
+    np.testing.assert_array_equal(
+        table.jit(lambda state: nnx.merge(graph, state)(x))(state).shape, want.shape
+    )
