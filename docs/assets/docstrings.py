@@ -51,7 +51,11 @@ class Docstrings(griffe.Extension):
         kind = griffe.ParameterKind.positional_or_keyword
         options = [griffe.Parameter("self", kind=kind)]
         for name, member in cls.members.items():
-            if isinstance(member, griffe.Attribute) and member.annotation and not member.labels & {"property"}:
+            if (
+                isinstance(member, griffe.Attribute)
+                and member.annotation
+                and not member.labels & {"property"}
+            ):
                 if "ClassVar" not in str(member.annotation):
                     options.append(
                         griffe.Parameter(name, annotation=member.annotation, default=member.value, kind=kind)

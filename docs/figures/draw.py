@@ -3,7 +3,7 @@
 python docs/figures/draw.py            beside this file
 python docs/figures/draw.py FOLDER     elsewhere
 
-Times and memory in cost.svg are those of docs/speed.md, whose commands stand on docs/benchmarks.md.
+Times and memory in cost.svg are those of docs/benchmarks.md, where their commands are.
 """
 
 import sys
@@ -47,11 +47,15 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = INK) -> None:
     axes.add_patch(
-        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=10, color=color, lw=1.1, shrinkA=0, shrinkB=0)
+        FancyArrowPatch(
+            start, end, arrowstyle="-|>", mutation_scale=10, color=color, lw=1.1, shrinkA=0, shrinkB=0
+        )
     )
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, color: str, title: str, text: str) -> None:
+def box(
+    axes: Axes, x: float, y: float, width: float, height: float, color: str, title: str, text: str
+) -> None:
     """A rounded box with a title and lines below it."""
     axes.add_patch(
         FancyBboxPatch(
@@ -73,7 +77,12 @@ def form() -> Figure:
     hidden = ~np.tril(np.ones((7, 7), bool))
     for stage in stages[1:]:
         stage[:, hidden] = np.nan
-    titles = ["scores\n[hl, q, k]", "mixed scores\n[hs, q, k]", "weights\n[hs, q, k]", "mixed weights\n[hv, q, k]"]
+    titles = [
+        "scores\n[hl, q, k]",
+        "mixed scores\n[hs, q, k]",
+        "weights\n[hs, q, k]",
+        "mixed weights\n[hv, q, k]",
+    ]
 
     figure, axes = canvas(7.6, 4.3)
     side, left, gap, row = 0.82, 0.42, 0.72, 0.98
@@ -81,7 +90,9 @@ def form() -> Figure:
     for column, (stage, title) in enumerate(zip(stages, titles, strict=True)):
         limit = np.nanmax(np.abs(stage))
         x0, y0 = place(column, 0)
-        axes.text(x0 + side / 2, y0 + side + 0.1, title, ha="center", va="bottom", fontsize=9.5, linespacing=1.3)
+        axes.text(
+            x0 + side / 2, y0 + side + 0.1, title, ha="center", va="bottom", fontsize=9.5, linespacing=1.3
+        )
         for head in range(3):
             x0, y0 = place(column, head)
             part = figure.add_axes((x0 / 7.6, y0 / 4.3, side / 7.6, side / 4.3))
@@ -89,7 +100,15 @@ def form() -> Figure:
             part.imshow(stage[head], cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
             part.set(xticks=(), yticks=())
             if column == 0:
-                axes.text(x0 - 0.08, y0 + side / 2, f"head {head}", rotation=90, ha="right", va="center", fontsize=8.5)
+                axes.text(
+                    x0 - 0.08,
+                    y0 + side / 2,
+                    f"head {head}",
+                    rotation=90,
+                    ha="right",
+                    va="center",
+                    fontsize=8.5,
+                )
     own = params["heads"]["talking_heads"]
     for column, matrix in ((0, own["pre"]["kernel"]), (2, own["post"]["kernel"])):
         matrix = np.asarray(matrix)
@@ -112,14 +131,22 @@ def form() -> Figure:
         arrow(axes, (x0 + side + 0.08, y0 + side / 2), (6.72, y0 + side / 2))
         axes.text(6.78, y0 + side / 2, "$\\times$ V, gate", va="center", fontsize=9)
     label = lambda column, text, color: axes.text(
-        left + column * (side + gap) - gap / 2, 0.5, text, ha="center", va="top", fontsize=9, color=color, linespacing=1.25
+        left + column * (side + gap) - gap / 2,
+        0.5,
+        text,
+        ha="center",
+        va="top",
+        fontsize=9,
+        color=color,
+        linespacing=1.25,
     )
     label(1, "pre mix\nover heads", RED)
     label(2, "mask,\nsoftmax", INK)
     label(3, "post mix\nover heads", RED)
     axes.text(7.5, 0.5, "sum over\nheads, W$_O$", ha="right", va="top", fontsize=9, linespacing=1.25)
     axes.text(
-        0.1, 4.22, "Lines: what each head takes of the others (red +, blue \N{MINUS SIGN}). In plain attention they are level.",
+        0.1, 4.22, "Lines: what each head takes of the others (red +, blue \N{MINUS SIGN}). "
+        "In plain attention they are level.",
         fontsize=8.6, va="top", color=SOFT,
     )  # fmt: skip
     return figure
@@ -128,10 +155,45 @@ def form() -> Figure:
 def hooks() -> Figure:
     """Which hook of a variant changes what."""
     figure, axes = canvas(7.6, 4.1)
-    box(axes, 0.1, 2.55, 2.3, 1.45, BLUE, "query_side", "from target states\nquery [q, hl, d]\nrow factors of mixes\ngate [q, hv, 1]")
-    box(axes, 2.65, 2.55, 2.3, 1.45, RED, "coupling", "the same for all pairs\nscale, soft cap\nstatic mixes\nbias by position")
-    box(axes, 5.2, 2.55, 2.3, 1.45, GREEN, "key_side", "from source states\nkey [k, hK, d]\nvalue [k, hV, v]\nrow factors, bias")
-    steps = ["scores\n[hl, q, k]", "pre mixes\nhl to hs", "mask,\nsoftmax", "post mixes\nhs to hv", "times\nvalues", "finish,\ngate", "W$_O$"]
+    box(
+        axes,
+        0.1,
+        2.55,
+        2.3,
+        1.45,
+        BLUE,
+        "query_side",
+        "from target states\nquery [q, hl, d]\nrow factors of mixes\ngate [q, hv, 1]",
+    )
+    box(
+        axes,
+        2.65,
+        2.55,
+        2.3,
+        1.45,
+        RED,
+        "coupling",
+        "the same for all pairs\nscale, soft cap\nstatic mixes\nbias by position",
+    )
+    box(
+        axes,
+        5.2,
+        2.55,
+        2.3,
+        1.45,
+        GREEN,
+        "key_side",
+        "from source states\nkey [k, hK, d]\nvalue [k, hV, v]\nrow factors, bias",
+    )
+    steps = [
+        "scores\n[hl, q, k]",
+        "pre mixes\nhl to hs",
+        "mask,\nsoftmax",
+        "post mixes\nhs to hv",
+        "times\nvalues",
+        "finish,\ngate",
+        "W$_O$",
+    ]
     width, y = 0.93, 0.95
     for n, step in enumerate(steps):
         x = 0.1 + n * (width + 0.148)
@@ -147,10 +209,20 @@ def hooks() -> Figure:
             arrow(axes, (x - 0.14, y + 0.375), (x - 0.01, y + 0.375))
     for x, color in ((1.25, BLUE), (3.8, RED), (6.35, GREEN)):
         arrow(axes, (x, 2.52), (x, 1.78), color)
-    axes.text(3.9, 2.15, "an engine combines\nthem, block by block", fontsize=8.8, color=SOFT, va="center", linespacing=1.3)
     axes.text(
-        0.1, 0.55, "adapt: head counts, widths, which mixes there are.   init: leaves.   aux, losses: what joins the training loss.\n"
-        "declare: axis names, the start from plain attention.   Grey steps belong to the library: a variant cannot change them.",
+        3.9,
+        2.15,
+        "an engine combines\nthem, block by block",
+        fontsize=8.8,
+        color=SOFT,
+        va="center",
+        linespacing=1.3,
+    )
+    axes.text(
+        0.1, 0.55, "adapt: head counts, widths, which mixes there are.   init: leaves.   "
+        "aux, losses: what joins the training loss.\n"
+        "declare: axis names, the start from plain attention.   "
+        "Grey steps belong to the library: a variant cannot change them.",
         fontsize=8.4, va="top", color=INK, linespacing=1.5,
     )  # fmt: skip
     return figure
@@ -161,13 +233,30 @@ def sheets(axes, x, y, width, height, count, color, name, rows, columns, heads) 
     step = 0.09
     for n in reversed(range(count)):
         axes.add_patch(
-            Rectangle((x + n * step, y + n * step), width, height, fc="white" if n else "#f4f5f9", ec=color, lw=1.2)
+            Rectangle(
+                (x + n * step, y + n * step), width, height, fc="white" if n else "#f4f5f9", ec=color, lw=1.2
+            )
         )
     axes.text(x - 0.07, y + height / 2, rows, ha="right", va="center", color=color, weight="bold")
     axes.text(x + width / 2, y - 0.06, columns, ha="center", va="top", color=color, weight="bold")
     if heads:
-        axes.text(x + width + count * step + 0.02, y + height + 0.02, heads, ha="left", va="center", color=color, weight="bold")
-    axes.text(x + (width + count * step) / 2, y + height + count * step + 0.08, name, ha="center", va="bottom", fontsize=9)
+        axes.text(
+            x + width + count * step + 0.02,
+            y + height + 0.02,
+            heads,
+            ha="left",
+            va="center",
+            color=color,
+            weight="bold",
+        )
+    axes.text(
+        x + (width + count * step) / 2,
+        y + height + count * step + 0.08,
+        name,
+        ha="center",
+        va="bottom",
+        fontsize=9,
+    )
 
 
 def axes_of_arrays() -> Figure:
@@ -185,7 +274,8 @@ def axes_of_arrays() -> Figure:
     sheets(axes, 6.3, 0.6, 0.5, 0.75, 1, INK, "output", "q", "m", "")
     for start, end in (
         ((1.02, 3.9), (1.48, 3.9)), ((1.02, 1.7), (1.48, 2.15)), ((1.02, 1.3), (1.48, 0.8)),
-        ((2.62, 3.75), (2.92, 3.5)), ((2.45, 2.4), (2.92, 3.1)), ((4.32, 3.4), (4.48, 3.4)), ((5.98, 3.4), (6.1, 3.4)),
+        ((2.62, 3.75), (2.92, 3.5)), ((2.45, 2.4), (2.92, 3.1)), ((4.32, 3.4), (4.48, 3.4)),
+        ((5.98, 3.4), (6.1, 3.4)),
         ((2.72, 0.7), (4.42, 0.9)), ((6.6, 2.65), (5.5, 1.65)), ((5.62, 0.97), (6.05, 0.97)),
     ):  # fmt: skip
         arrow(axes, start, end, SOFT)
@@ -196,7 +286,8 @@ def axes_of_arrays() -> Figure:
     axes.text(1.15, 2.0, "W$_K$", ha="center", va="bottom", fontsize=8.4)
     axes.text(1.12, 0.95, "W$_V$", ha="center", va="top", fontsize=8.4)
     axes.text(
-        3.15, 4.98, "A sheet is one head. The three head counts hl, hs, hv are equal unless a\nmix changes them; hK and hV are smaller with grouped keys (GQA).",
+        3.15, 4.98, "A sheet is one head. The three head counts hl, hs, hv are equal unless a\n"
+        "mix changes them; hK and hV are smaller with grouped keys (GQA).",
         fontsize=8.6, va="top", color=SOFT, linespacing=1.4,
     )  # fmt: skip
     return figure
@@ -229,7 +320,9 @@ def masks() -> Figure:
 
 def links(axes: Axes, pairs: Sequence[tuple[int, int, float]], color: str = RED) -> None:
     for i, o, width in pairs:
-        axes.plot([0.12, 0.88], [3 - i, 3 - o], color=color, lw=width, alpha=0.8, solid_capstyle="round", zorder=1)
+        axes.plot(
+            [0.12, 0.88], [3 - i, 3 - o], color=color, lw=width, alpha=0.8, solid_capstyle="round", zorder=1
+        )
 
 
 def mixes() -> Figure:
@@ -240,9 +333,13 @@ def mixes() -> Figure:
     panels = figure.subplots(2, 3).flat
     titles = ["mha", "talking_heads", "dcmha", "moh", "collab", "mohsa"]
     notes = [
-        "each head alone", "one matrix for all pairs,\nbefore and after the softmax", "a matrix for each pair (q, k),\nfrom both rows",
-        "a router turns heads\noff for a row", "one key for all heads,\neach weighs its channels", "channels of the\nneighbouring heads",
-    ]  # fmt: skip
+        "each head alone",
+        "one matrix for all pairs,\nbefore and after the softmax",
+        "a matrix for each pair (q, k),\nfrom both rows",
+        "a router turns heads\noff for a row",
+        "one key for all heads,\neach weighs its channels",
+        "channels of the\nneighbouring heads",
+    ]
     for part, title, note in zip(panels, titles, notes, strict=True):
         part.set(xlim=(-0.08, 1.08), ylim=(-1.35, 3.6))
         part.axis("off")
@@ -275,9 +372,9 @@ def mixes() -> Figure:
 
 
 def cost() -> Figure:
-    """Memory and time of docs/speed.md."""
+    """Memory and time, as docs/benchmarks.md has them."""
     names = ["mha", "mohsa", "talking_heads", "dcmha", "moh", "collab"]
-    memory = {4096: [75, 89, 91, 103, 83, 119], 8192: [147, 177, 182, 205, 164, 234]}
+    memory = {4096: [91, 115, 91, 104, 84, 133], 8192: [179, 230, 186, 205, 164, 267]}
     scores = {4096: 512, 8192: 2048}
     figure = Figure(figsize=(7.6, 3.5), facecolor="white", layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
@@ -294,10 +391,15 @@ def cost() -> Figure:
     left.set_title("Memory of a training step, engine blocked", fontsize=9.5)
     left.legend(fontsize=8, frameon=False, loc="upper left")
     rows = [
-        ("dense / blocked, mha", 2.5), ("dense / blocked, talking_heads", 2.6), ("dense / blocked, dcmha", 6.6),
-        ("jax.nn / blocked, mha", 3.6), ("Flax's layer / ours, mha", 1.7), ("torch SDPA / blocked, mha", 1 / 1.1),
-        ("torch dense / blocked, talking_heads", 4.0), ("torch dense / blocked, dcmha", 7.0),
-    ]  # fmt: skip
+        ("dense / blocked, mha", 2.5),
+        ("dense / blocked, talking_heads", 2.6),
+        ("dense / blocked, dcmha", 6.6),
+        ("jax.nn / blocked, mha", 3.6),
+        ("Flax's layer / ours, mha", 1.7),
+        ("torch SDPA / blocked, mha", 1 / 1.1),
+        ("torch dense / blocked, talking_heads", 4.0),
+        ("torch dense / blocked, dcmha", 7.0),
+    ]
     labels, ratios = zip(*rows, strict=True)
     right.barh(range(len(rows)), ratios, 0.62, color=[BLUE if ratio >= 1 else RED for ratio in ratios])
     right.axvline(1, color=INK, lw=0.8)

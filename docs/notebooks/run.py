@@ -3,9 +3,9 @@
 python docs/notebooks/run.py                 all of them
 python docs/notebooks/run.py tour FOLDER     one of them, its page and pictures into FOLDER
 
-A notebook is a script in jupytext's percent format: VS Code and Jupyter (with jupytext) open it as it is, and
-`jupytext --to ipynb tour.py` makes an .ipynb of it. A cell shows what it prints, and the picture that its last
-expression is.
+A notebook is a script in jupytext's percent format: VS Code and Jupyter (with jupytext) open it as it is,
+and `jupytext --to ipynb tour.py` makes an .ipynb of it. A cell shows what it prints, and the picture that its
+last expression is.
 """
 
 import ast
@@ -69,7 +69,8 @@ def page(name: str, folder: Path) -> str:
             value.savefig(folder / f"{name}-{pictures}.svg", metadata={"Date": None, "Creator": None})
             parts.append(f"![Output of the cell above]({name}-{pictures}.svg)")
     parts.append(
-        f"---\n\nThis page is the output of `python docs/notebooks/run.py {name}`; the notebook is `docs/notebooks/{name}.py`."
+        f"---\n\nThis page is the output of `python docs/notebooks/run.py {name}`; the notebook is "
+        f"`docs/notebooks/{name}.py`."
     )
     return "\n\n".join(parts) + "\n"
 

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A tour of the form
 #
-# One attention call, its matrices on one screen, and what each variant changes in them. The names of axes (`hl`, `hs`, `hv`,
-# ...) are explained with a picture in the [glossary](../glossary.md).
+# One attention call, its matrices on one screen, and what each variant changes in them. The names of axes
+# (`hl`, `hs`, `hv`, ...) are explained with a picture in the [glossary](../glossary.md).
 
 # %%
 import jax
@@ -48,8 +48,8 @@ def look(*transforms: ja.HeadTransform, seed: int = 0) -> tuple[dict, dict]:
 # %% [markdown]
 # ## Plain attention
 #
-# Each head alone: scores, the softmax over visible keys, weights that meet the values. There is no mix, so the second column is
-# the first with its hidden pairs gone, and the fourth is the third.
+# Each head alone: scores, the softmax over visible keys, weights that meet the values. There is no mix,
+# so the second column is the first with its hidden pairs gone, and the fourth is the third.
 
 # %%
 _, plain = look(variants.mha())
@@ -59,9 +59,10 @@ picture(plain, "mha")
 # %% [markdown]
 # ## Talking-Heads: one matrix before the softmax, one after it
 #
-# Same projections, same scores in the first column. Every tile of the second is a sum of all tiles of the first, weighted by the
-# matrix `pre`; every tile of the fourth is a sum of those of the third, weighted by `post`, so weights can become negative.
-# The mask comes after the first mix, never before: a hidden score of one head must not enter another.
+# Same projections, same scores in the first column. Every tile of the second is a sum of all tiles of the
+# first, weighted by the matrix `pre`; every tile of the fourth is a sum of those of the third, weighted
+# by `post`, so weights can become negative. The mask comes after the first mix, never before: a hidden
+# score of one head must not enter another.
 
 # %%
 params, talking = look(variants.talking_heads(start="paper"), seed=0)
@@ -72,19 +73,23 @@ seen = jnp.tril(jnp.ones((ROWS, ROWS), bool))
 assert jnp.allclose(jnp.where(seen, mixed - talking["mixed_logits"], 0), 0, atol=1e-5)
 assert jnp.allclose(jnp.einsum("sqk,sh->hqk", talking["weights"], post), talking["mixed_weights"], atol=1e-6)
 print("rows of the weights add up to", np.unique(talking["weights"].sum(-1).round(4)))
-print("rows of the mixed weights to", np.round(talking["mixed_weights"].sum(-1)[:, 0], 2), "in the three heads")
+print(
+    "rows of the mixed weights to", np.round(talking["mixed_weights"].sum(-1)[:, 0], 2), "in the three heads"
+)
 picture(talking, "talking_heads")
 
 # %% [markdown]
 # ## DCMHA: a mix for each pair
 #
-# Here the two rows of a pair make the mix. Each side brings low-rank and diagonal factors, and the matrix of pair (q, k) is
-# the identity plus what row q brings plus what row k brings. Two pairs, two matrices:
+# Here the two rows of a pair make the mix. Each side brings low-rank and diagonal factors, and the matrix
+# of pair (q, k) is the identity plus what row q brings plus what row k brings. Two pairs, two matrices:
 
 # %%
 dcmha = ja.attention(spec, variants.dcmha(rank=2))
 params = dcmha.init(jax.random.key(0))
-params = jax.tree.map(lambda leaf: 1.5 * leaf, params)  # further from its quiet start, so that something is seen
+params = jax.tree.map(
+    lambda leaf: 1.5 * leaf, params
+)  # further from its quiet start, so that something is seen
 query, key = dcmha.query_side(params, x).pre[0], dcmha.key_side(params, x).pre[0]
 print({name: leaf.shape for name, leaf in query._asdict().items() if leaf is not None})
 
@@ -107,8 +112,8 @@ picture(aux.captured, "dcmha")
 # %% [markdown]
 # ## MoH: a gate for each row and head
 #
-# The matrices are those of plain attention; the heads are multiplied afterwards. A router gives each row its gates; here head
-# 0 is always on, and of the other two each row takes one.
+# The matrices are those of plain attention; the heads are multiplied afterwards. A router gives each row
+# its gates; here head 0 is always on, and of the other two each row takes one.
 
 # %%
 moh = ja.attention(spec, variants.moh(shared=1, top_k=1))
@@ -119,8 +124,8 @@ assert (jnp.sum(gate != 0, axis=-1) == 2).all()
 # %% [markdown]
 # ## CollabHead and MOHSA: other projections
 #
-# CollabHead has one narrow key for all heads: the cache holds less. MOHSA widens each head by channels of its neighbours, when it
-# reads; the cache holds no more than before.
+# CollabHead has one narrow key for all heads: the cache holds less. MOHSA widens each head by channels of
+# its neighbours, when it reads; the cache holds no more than before.
 
 # %%
 for transform in (variants.mha(), variants.collab(width=4), variants.mohsa(overlap=1)):
