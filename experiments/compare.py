@@ -36,7 +36,7 @@ import tyro
 
 import jaxattn as ja
 import variants
-from experiments.lib import batches, facts, folder, model, options, plays, report, train
+from experiments.lib import batches, facts, folder, model, named, options, plays, report, train
 from experiments.lib.options import Sizes, Training
 from experiments.lib.screen import Screen, Steps, refusals, script
 from experiments.lib.stop import Stop
@@ -49,7 +49,7 @@ BASELINE = "mha"
 @dataclass(frozen=True)
 class Options:
     variants: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[{" + options.KNOWN + "}|MODULE:FACTORY ...]")
+        tuple[str, ...], tyro.conf.arg(metavar="[{" + named.KNOWN + "}|MODULE:FACTORY ...]")
     ] = ()
     """Which to compare; none: every registered one. mha always joins, as the baseline. With --help
     after them, the options of these variants are listed."""

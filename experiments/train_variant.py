@@ -34,7 +34,19 @@ import numpy as np
 import tyro
 
 import jaxattn as ja
-from experiments.lib import batches, checkpoints, facts, folder, model, options, plays, record, report, train
+from experiments.lib import (
+    batches,
+    checkpoints,
+    facts,
+    folder,
+    model,
+    named,
+    options,
+    plays,
+    record,
+    report,
+    train,
+)
 from experiments.lib.options import Sizes, Training
 from experiments.lib.screen import Screen, printable, refusals, script
 from experiments.lib.stop import Stop, Stopped
@@ -44,7 +56,7 @@ NAME = "train_variant.py"
 
 @dataclass(frozen=True)
 class Options:
-    variant: Annotated[str, tyro.conf.arg(metavar="{" + options.KNOWN + "}|MODULE:FACTORY")] = "mha"
+    variant: Annotated[str, tyro.conf.arg(metavar="{" + named.KNOWN + "}|MODULE:FACTORY")] = "mha"
     """Which attention; --variant NAME --help lists the options of NAME. MODULE:FACTORY is your own:
     a ja.HeadTransform, or what makes one without arguments, found from the current directory."""
     preset: Literal["default", "nanogpt"] = "default"

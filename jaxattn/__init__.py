@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxattn import axes as axes
+from jaxattn import export as export
 from jaxattn import masks as masks
 from jaxattn import project as project
 from jaxattn import sharding as sharding

@@ -3,7 +3,7 @@
     cache = attn.empty_cache(batch, size)
     y, aux, cache = attn.decode(params, cache, x)      # any number of rows, again and again
 
-Rows keep their absolute positions, so causality, windows and rotary turns are those of one full pass.
+Rows keep their absolute positions, so causality, windows and rotary angles are those of one full pass.
 """
 
 import dataclasses
@@ -25,11 +25,28 @@ class Cache:
 
     Attributes:
         side: a key side of `size` rows; those that were not written are invalid.
-        count: int32, rows appended since it was empty, those that a ring has dropped included.
-        refused: bool, True from the first append that did not fit. Outside of jit such an append raises;
-            under jit it changes no row, sets this, and `decode` returns NaN from then on.
+        count: int32, rows appended since it was empty, those that a ring has overwritten included.
+        refused: bool, whether rows did not fit since it was made. Outside of jit such an append raises; under
+            jit and vmap it writes nothing and sets this, and `decode` returns NaN from then on. `resume`,
+            `trim`, `grow` and `reset` clear it.
         owner: the attention that it belongs to.
-        window: the newest positions that are needed; rows are then a ring. None keeps all.
+        window: how many of the newest positions are needed; rows are then a ring. None keeps all.
+
+    A `jax.vmap` over `decode` makes `count` and `refused` arrays, one for each example; every method takes
+    such a cache too, and `decode` takes it under the same `vmap`.
+
+    Example:
+        >>> from jaxattn.attention import attention
+        >>> from jaxattn.spec import HeadSpec
+        >>> attn = attention(HeadSpec(model=6, heads=2))
+        >>> params, x, decode = attn.init(jax.random.key(0)), jnp.ones((1, 3, 6)), jax.jit(attn.decode)
+        >>> _, _, cache = decode(params, attn.empty_cache(1, 4, dtype=x.dtype), x)
+        >>> y, _, cache = decode(params, cache, x)  # three more rows than the one that is free
+        >>> bool(jnp.isnan(y).all()), bool(cache.refused), int(cache.count)
+        (True, True, 3)
+        >>> y, _, cache = decode(params, cache.grow(8), x)  # the three rows that were kept, and three more
+        >>> bool(jnp.isnan(y).any()), bool(cache.refused), int(cache.count)
+        (False, False, 6)
     """
 
     side: KeySide
@@ -59,21 +76,70 @@ class Cache:
         none = jnp.zeros_like(self.count), jnp.zeros_like(self.refused)
         return dataclasses.replace(self, side=side, count=none[0], refused=none[1])
 
+    def resume(self) -> "Cache":
+        """The same cache with its rows, and no longer refused.
+
+        Rows that were refused are not in it: append them again, in pieces that fit or after `grow` or `trim`.
+        """
+        return dataclasses.replace(self, refused=jnp.zeros_like(self.refused))
+
     def trim(self, rows: int | Array) -> "Cache":
-        """The same cache without its last rows, such as those of a draft that was rejected.
+        """The same cache without its last rows, as after a draft that was rejected; no longer refused.
+
+        Rows that were refused were never written: after a refusal the last rows are those before it. A loop
+        that trims its draft whether or not it fitted trims `jnp.where(cache.refused, 0, rejected)`.
+
+        Args:
+            rows: how many, an integer, or one for each example of a cache that vmap made; more than there are
+                empties the cache.
 
         Raises:
-            ValueError: for a ring, whose last rows have taken the place of older ones.
+            ValueError: for a ring, whose last rows have overwritten older ones; for a negative number (one
+                that is traced trims nothing, and the cache is refused).
+            TypeError: for what is no integer.
         """
         if self.window is not None:
             raise ValueError(
-                f"cache: trim of a ring for a window of {self.window}: the last rows took the place of older "
+                f"cache: trim of a ring for a window of {self.window}: the last rows have overwritten older "
                 "ones. Fix: go on with the cache from before them; it is a value."
             )
-        count = jnp.maximum(self.count - rows, 0)
-        kept, axis = jnp.arange(self.size) < count, len(self.batch)
-        cut = lambda x: jnp.where(kept.reshape(-1, *(1,) * (x.ndim - axis - 1)), x, jnp.zeros_like(x))
-        return dataclasses.replace(self, side=jax.tree.map(cut, self.side), count=count)
+        rows = jnp.asarray(rows)
+        if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.shape not in ((), self.count.shape):
+            raise TypeError(
+                f"cache: trim: rows is {rows.dtype} of shape {rows.shape}, expected one integer, as all "
+                "examples have equally many rows. Fix: an int; a cache made by vmap where the numbers differ."
+            )
+        if not isinstance(rows, Tracer) and bool((rows < 0).any()):
+            raise ValueError(f"cache: trim of {rows} rows. Fix: how many of the last rows, at least 0.")
+        none = jnp.zeros_like(self.count)
+        rows = rows.astype(jnp.int32) + none
+        count = jnp.clip(self.count - rows, none, self.count)
+        kept = jnp.arange(self.size, dtype=jnp.int32) < count[..., None]
+        stacked, plain = self.count.ndim, len(self.batch)
+        lead = (*count.shape, *(1,) * (plain - stacked), self.size)
+        cut = lambda x: jnp.where(kept.reshape(*lead, *(1,) * (x.ndim - plain - 1)), x, jnp.zeros_like(x))
+        return dataclasses.replace(self, side=jax.tree.map(cut, self.side), count=count, refused=rows < 0)
+
+    def grow(self, size: int) -> "Cache":
+        """A cache of `size` rows with the same rows, no longer refused; under jit its shapes are others.
+
+        Raises:
+            ValueError: for fewer rows than this one has; for a ring, which never fills.
+        """
+        if self.window is not None:
+            raise ValueError(
+                f"cache: grow of a ring for a window of {self.window}, which never fills. "
+                "Fix: shorter chunks, or empty_cache with a larger size."
+            )
+        if size < self.size:
+            raise ValueError(f"cache: grow to {size} rows, expected at least {self.size}, its size now.")
+        axis = len(self.batch)
+
+        def wider(x: Array) -> Array:
+            more = (*x.shape[:axis], size - self.size, *x.shape[axis + 1 :])
+            return jnp.concatenate([x, jnp.zeros(more, x.dtype)], axis)
+
+        return dataclasses.replace(self.resume(), side=jax.tree.map(wider, self.side))
 
     def check_owner(self, attn: Any) -> None:
         """Raise unless the cache is of this attention, options and sizes included."""
@@ -83,6 +149,11 @@ class Cache:
             raise ValueError(
                 f"cache: made by {have[0]}, used by {other}. "
                 "Fix: a cache that the attention's own empty_cache made."
+            )
+        if self.count.ndim:
+            raise ValueError(
+                f"cache: count has shape {self.count.shape}, one for each example of a vmap, expected a "
+                "scalar. Fix: use it under the same vmap, jax.vmap(...)(..., cache, ...)."
             )
 
     def next_positions(self, rows: int) -> Array:
@@ -99,7 +170,7 @@ class Cache:
         if batch != self.batch:
             raise ValueError(
                 f"cache: batch axes are {self.batch}, those of the states {batch}. "
-                f"Fix: empty_cache({batch}, ...)."
+                f"Fix: a cache that was made for a batch of {batch}."
             )
         whole = lambda x: jnp.broadcast_to(x, (*batch, n))
         positions = self.next_positions(n) if positions is None else positions
@@ -121,13 +192,19 @@ class Cache:
                     f"expected at most {longest}. Fix: shorter chunks, or size = window + chunk - 1."
                 )
             at = (slice(None),) * axis + ((self.count + jnp.arange(n)) % self.size,)
-            written = jax.tree.map(lambda old, new: old.at[at].set(new), self.side, side)
+            written = jax.tree.map(lambda old, new: jnp.asarray(old).at[at].set(new), self.side, side)
             return dataclasses.replace(self, side=written, count=self.count + n)
         refused = self.refused | (self.count + n > self.size)
         if not isinstance(refused, Tracer) and bool(refused):
+            if bool(self.refused):
+                raise ValueError(
+                    f"cache: an append under jit did not fit and was not written; {int(self.count)} of "
+                    f"{self.size} rows are kept. Fix: cache.resume() to go on from these, cache.grow(size) "
+                    "or cache.trim(rows) to make room as well, or cache.reset()."
+                )
             raise ValueError(
                 f"cache: {int(self.count)} of {self.size} rows are taken, {n} more do not fit. "
-                "Fix: a larger size, or window= for a ring."
+                "Fix: cache.grow(size), a larger size from the start, or window= for a ring."
             )
         if n > self.size:
             return dataclasses.replace(self, refused=jnp.ones_like(self.refused))
@@ -145,10 +222,30 @@ class Cache:
         return jnp.where(self.refused, jnp.nan, y).astype(y.dtype)
 
     def reorder(self, index: Array) -> "Cache":
-        """The cache of chosen examples: row i of the first batch axis is row index[i], as beams need it."""
+        """The cache of chosen examples: row i of the first batch axis is row index[i], as beams need it.
+
+        Args:
+            index: integers [rows]; rows may be repeated, left out, or be fewer or more than before.
+
+        Raises:
+            ValueError: without a batch axis; for an index that is no row of it (where values are known).
+            TypeError: for what is no row of integers.
+        """
         if not self.batch:
             raise ValueError("cache: it has no batch axis to reorder. Fix: empty_cache with a batch.")
-        return dataclasses.replace(self, side=jax.tree.map(lambda x: x[jnp.asarray(index)], self.side))
+        index = jnp.asarray(index)
+        if index.ndim != 1 or not jnp.issubdtype(index.dtype, jnp.integer):
+            raise TypeError(
+                f"cache: reorder: index is {index.dtype} of shape {index.shape}, expected one row of "
+                "integers. Fix: the old row of each new row, [rows]."
+            )
+        if not isinstance(index, Tracer) and bool(((index < 0) | (index >= self.batch[0])).any()):
+            raise ValueError(
+                f"cache: reorder: index {index.tolist()}, expected rows of the first batch axis, 0 to "
+                f"{self.batch[0] - 1}. Fix: the old row of each new row."
+            )
+        pick = lambda x: x[index] if x.ndim else x  # count and refused are one for all, or one for each row
+        return jax.tree.map(pick, self)
 
 
 def empty_cache(
@@ -210,7 +307,7 @@ def _check_like(old: KeySide, new: KeySide, axis: int) -> None:
             if a.dtype != b.dtype:
                 raise TypeError(
                     f"cache: {name} is {a.dtype}, the rows that came make {b.dtype}. Fix: "
-                    f"empty_cache(..., dtype={b.dtype}), or states and parameters in {a.dtype}."
+                    f"dtype={b.dtype} where the cache is made, or states and parameters in {a.dtype}."
                 )
             if but_rows(a) != but_rows(b):
                 raise ValueError(

@@ -1,13 +1,13 @@
-"""A cross memory is the key side of a source that knows whose it is, and whether it may still be read.
+"""A cross memory: the projected key side of one source, its identity, and which operations are allowed now.
 
     memory = CrossMemory(attn)
     memory.bind(source, Identity(request="r1", source_release="s1", adapter="none"))
-    memory.project(params, projection_version=7)   # a candidate, not yet to be read
-    memory.attach(expected)                        # published, where its identity is the one expected
+    memory.project(params, projection_version=7)   # projected, and not yet readable
+    memory.attach(expected)                        # readable, where its identity is the expected one
     y, aux = memory.attend(params, x_q, expected=expected)
 
-Arrays flow through as plain key sides; life and identity are host state, no part of any traced program.
-In training the object is made inside the loss function, and `consume` takes the place of reads.
+What it returns are plain key sides; its state and identity live on the host, outside of every traced program.
+In training the object is made inside the loss function and read by `consume`.
 """
 
 import enum
@@ -91,13 +91,14 @@ def check_cross_mask(mask: Mask | None) -> None:
 
 
 class CrossMemory:
-    """The projected key side of one source, bound to its identity, with a life: see `TRANSITIONS`.
+    """The projected key side of one source, with its identity and a state: see `TRANSITIONS`.
 
-    A host object, not a tree: what `read` and `consume` return is what passes into jit and grad.
+    A host object, not a tree: pass what `read` and `consume` return into jit and grad.
 
     Raises (all operations, and nothing has changed then):
-        RuntimeError: for an operation that the state does not have, naming both and what is legal.
-        ValueError: for an identity that differs, naming the fields; for beams that cannot be.
+        RuntimeError: for an operation that its state does not allow, naming both and what is legal.
+        ValueError: for an identity that differs, naming the fields; for beams that do not fit the sources;
+            for parameters that are not those of the attention, naming their paths.
 
     Example:
         >>> from jaxattn.attention import attention
@@ -126,7 +127,7 @@ class CrossMemory:
         self.beam_to_source: np.ndarray | None = None  # [beams], the source slot of each
         self._source: tuple[Source, Array | None, Array | None] | None = None
         self._side: KeySide | None = None
-        self._why = ""  # what made it invalid
+        self._why = ""  # which fields changed, once it is invalid
 
     def __repr__(self) -> str:
         own = self.identity
@@ -166,12 +167,12 @@ class CrossMemory:
         self.identity, self.life = named, after
 
     def project(self, params: PyTree, *, projection_version: Hashable, training: bool = False) -> None:
-        """Make the pair: a candidate for `attach`, or for `consume` in this very training step.
+        """Project keys and values, for `attach`, or in training for `consume` in the same step.
 
         Args:
             params: the tree that `init` made; where they or the source are traced, gradients flow.
             projection_version: of these parameters.
-            training: keep the pair for one forward and backward pass.
+            training: the pair is for one forward and backward pass.
         """
         after = self._after("project for training" if training else "project for inference")
         if projection_version is None:
@@ -185,7 +186,7 @@ class CrossMemory:
         self._source, self.life = None, after
 
     def consume(self, projection_version: Hashable) -> KeySide:
-        """In training: the pair, still connected to source and parameters, for `attn.attend`."""
+        """In training: the pair for `attn.attend`; gradients flow through it to source and parameters."""
         after = self._after("consume")
         now = self.identity._replace(projection_version=projection_version)
         self._same(now, "consume", "project with the parameters of this step, in its loss function")
@@ -193,7 +194,7 @@ class CrossMemory:
         return self._stored
 
     def attach(self, expected: Identity) -> None:
-        """Publish the pair, where every field of its identity is the one that request and layer expect."""
+        """Make the pair readable, where every field of its identity is as this request and layer expect."""
         after = self._after("attach")
         self._same(expected, "attach", "the pair of this request and layer, projected from its source")
         self.life = after
@@ -214,11 +215,11 @@ class CrossMemory:
         self._side, self.life = _rows(self._stored, self.beam_to_source), after
 
     def reorder(self, index: Any) -> None:
-        """Beam i goes on from the hypothesis of beam index[i]; no shared source tensor is touched.
+        """Beam i continues from the hypothesis of beam index[i]; no shared source tensor is touched.
 
         Args:
-            index: [beams] integers on the host: a permutation, or one in which hypotheses take the place of
-                others of their own source.
+            index: [beams] integers on the host: a permutation, or one in which a hypothesis replaces another
+                of its own source.
         """
         after = self._after("reorder")
         old = self.beam_to_source
@@ -239,13 +240,13 @@ class CrossMemory:
         self.beam_to_source, self.life = new, after
 
     def rollback(self, expected: Identity) -> None:
-        """The target gave up rows: nothing changes here, where the identity is the same."""
+        """Say that the target dropped rows; the memory stays unchanged. Raises where the identity differs."""
         after = self._after("rollback")
-        self._same(expected, "rollback", "a change of source or model is none: drift(now), and rebuild")
+        self._same(expected, "rollback", "after a change of source or model: drift(now), then rebuild")
         self.life = after
 
     def drift(self, now: Identity) -> tuple[str, ...]:
-        """Compare with what is so now: the fields that changed, and with any the memory is invalid."""
+        """The fields in which `now` differs from the memory's identity; if there are any, it is dropped."""
         after = self._after("drift")
         changed = self.identity.differences(now)
         if changed:
@@ -254,9 +255,9 @@ class CrossMemory:
         return tuple(changed)
 
     def read(self, expected: Identity) -> KeySide:
-        """The pair as the target's rows see it, for `attn.attend`, inside jit or out.
+        """The pair with one entry for each row of the target's batch, for `attn.attend`, under jit or not.
 
-        Shared beams are gathered into a copy, one pair a beam; `attend` does without it.
+        Shared beams are gathered into a copy, one pair for each beam; `attend` needs no copy.
 
         Args:
             expected: the identity that the reader's own request and layer have now.
@@ -304,7 +305,7 @@ class CrossMemory:
         return run(self.read(expected), x_q, mask, bias, positions, valid)
 
     def _attend_shared(self, run, beams: np.ndarray, x_q, mask: Mask, bias, positions, valid):
-        """Beam g of every source at once, for all g under vmap: the pair has no beam axis to fill."""
+        """Beam g of every source in one call, under vmap over g, so that the pair needs no beam axis."""
         group, order = len(beams) // self._slots, np.argsort(beams, kind="stable")
 
         def split(x: Array, core: int, alike: bool = True) -> Array:
@@ -328,10 +329,10 @@ class CrossMemory:
         return join(y), Aux(self.attn.losses(sums), sums, jax.tree.map(join, captured))
 
     def release(self, *, consumers: int) -> None:
-        """Let go of the arrays, once the owner of the storage has confirmed that nothing reads them.
+        """Drop the arrays, once the owner of the storage has confirmed that nothing reads them.
 
         Args:
-            consumers: readers that may still come or still run, by the owner's count; only 0 releases.
+            consumers: readers that may still start or still run, as the owner counts them; only 0 releases.
         """
         after = self._after("release")
         if consumers != 0:
@@ -367,7 +368,9 @@ class CrossMemory:
 
     def _check_read(self, expected: Identity) -> None:
         self._after("read")
-        self._same(expected, "read", "your own request's memory; after a change, drift(now), and rebuild")
+        self._same(
+            expected, "read", "the memory of your own request; after a change: drift(now), then rebuild"
+        )
 
     def _same(self, expected: Identity, operation: str, fix: str) -> None:
         wrong = self.identity.differences(expected)

@@ -26,12 +26,12 @@ class Explanation(NamedTuple):
         shapes: axes and type of query, key and value heads.
         mask: the mask as it prints; True = visible.
         need: intermediates that were asked for, and whether dropout is drawn.
-        requested, chosen: the engine that was named and the one that runs.
-        eligible: engines that can run this call.
+        requested, chosen: the engine that you passed and the one that runs.
+        eligible: engines that accept this call.
         refused: the others, each with its reason.
-        observed: kernels of the compiled program that are named in it; None where nothing was looked at
-            or nothing is named.
-        method: how that was found out, or None.
+        observed: kernel names found in the compiled program; None where none is visible, or it was not
+            compiled (`observe`).
+        method: how they were found, or None.
     """
 
     versions: dict[str, str]
@@ -71,8 +71,8 @@ def explain(
 ) -> Explanation:
     """Which engine runs a call of these shapes, which could, and why the others cannot.
 
-    Requested is what was named, eligible is what fits, observed is evidence alone: None, or kernels
-    that the compiled program names, with the method by which they were found.
+    `requested` is the engine you passed, `eligible` are the engines that accept this call, `observed` are
+    kernel names found in the compiled program, or None if none is visible.
 
     Args:
         attn: what `attention` made; this is also its method.

@@ -1,4 +1,4 @@
-"""The identity of a projected source: everything that its key side depends on, and no more."""
+"""The identity of a projected source: everything that its key side may depend on."""
 
 import hashlib
 from collections.abc import Hashable
@@ -18,7 +18,7 @@ Source = Array | tuple[Array, Array]
 
 
 class Identity(NamedTuple):
-    """Everything that one projected pair depends on. None is "not known", and equals only itself.
+    """Everything that one projected pair may depend on. None is "not known", and equals only itself.
 
     Attributes:
         request, source_release: whose source, and which immutable release of it.
@@ -28,8 +28,10 @@ class Identity(NamedTuple):
         adapter: the active one; name the absence of one too ("none"), for None is not known.
         position_policy: how positions of the source are counted.
         shard: of a tensor-parallel split.
-        attention: transforms in order. From here on nothing is the caller's: arrays and sizes say it.
-        rotary: what turns the keys.
+        attention: transforms in order, with their options. This field and those below are filled in from the
+            attention and its arrays, whatever the caller gives.
+        spec: the `HeadSpec`, with every option that is not the default.
+        rotary: the rotary positions of the keys.
         key_heads, value_heads, qk_width, value_width, source_len: as stored.
         dtype, device, layout: of the stored pair; a traced one has neither device nor layout.
         mode: "training-ephemeral" or "inference-reusable".
@@ -45,6 +47,7 @@ class Identity(NamedTuple):
     position_policy: Hashable = None
     shard: Hashable = None
     attention: str | None = None
+    spec: str | None = None
     rotary: str | None = None
     key_heads: int | None = None
     value_heads: int | None = None
@@ -69,8 +72,11 @@ def expected_identity(
 
     Args:
         attn, params, source: as in `Attention.key_side`.
-        named: what the caller knows, request to shard. The other fields are replaced.
-        training: of an ephemeral pair.
+        named: what the caller knows, the fields from request to shard. The other fields are replaced.
+        training: whether the pair is for one training step (`CrossMemory.project`).
+
+    Raises:
+        ValueError, TypeError: as `Attention.key_side` does, where params are not those of this attention too.
 
     Example:
         >>> from jaxattn.attention import attention
@@ -87,7 +93,7 @@ def expected_identity(
 
 
 def content_digest(*arrays: Any) -> str:
-    """A memory id from shapes, types and bytes; it waits for the device and copies all to the host.
+    """A memory id from shapes, types and bytes. It waits for the device and copies every array to the host.
 
     >>> content_digest(jnp.zeros(3)) == content_digest(jnp.zeros(4))
     False
@@ -101,9 +107,10 @@ def content_digest(*arrays: Any) -> str:
 
 
 def derived(named: Identity, attn, side: KeySide, device, layout, training: bool) -> Identity:
-    """The identity with all that arrays and sizes say."""
+    """The identity with every field that the attention and the arrays decide."""
     return named._replace(
         attention=attn.variant,
+        spec=repr(attn.spec),
         rotary=repr(attn.sizes.rotary_k),
         key_heads=side.key.shape[-2],
         value_heads=side.value.shape[-2],
@@ -118,7 +125,7 @@ def derived(named: Identity, attn, side: KeySide, device, layout, training: bool
 
 
 def device_of(*arrays: Any) -> str | None:
-    """Where these arrays, or what is computed from them, lie."""
+    """The devices that hold these arrays, or what is computed from them."""
     found = [x for x in arrays if isinstance(x, jax.Array)]
     if any(isinstance(x, Tracer) for x in found):
         return None

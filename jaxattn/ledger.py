@@ -1,7 +1,7 @@
 """ledger: parameters, multiply-accumulates, elements and bytes of one sublayer, from its form's shapes."""
 
-import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,9 +11,10 @@ from jax import ShapeDtypeStruct
 from jax.typing import DTypeLike
 
 from jaxattn.attention import Attention
-from jaxattn.count import macs
+from jaxattn.count import trace_named
 from jaxattn.engines import routed as routed_engine
 from jaxattn.engines.call import logit_heads
+from jaxattn.ledger_hooks import hook_macs
 from jaxattn.route import block_shape
 from jaxattn.sides import Coupling, Factors, KeySide, Mix, QuerySide
 
@@ -24,11 +25,12 @@ class Ledger(NamedTuple):
     """What one forward pass holds and does. Prints as a table; `as_dict` is plain data.
 
     Attributes:
-        sizes: batch, q_len, k_len and head counts.
+        sizes: batch, q_len, k_len, how many of these rows are cached, and head counts.
         parameters: elements of each group of leaves.
         macs: multiply-accumulates of each contraction; a MAC is one multiply and one add.
         products: elementwise products (diagonal factors, gates), counted apart from MACs.
-        activations: elements of each array that the form or the formula makes.
+        activations: elements of each array that the form or the formula makes; of cached rows only what
+            reading them makes anew.
         score_elements: elements of the first logits tensor, B * hl * q * k.
         cache_elements: elements of the stored key side for each source row.
         parameter_bytes: of the leaves in their type.
@@ -54,8 +56,9 @@ class Ledger(NamedTuple):
 
     def __str__(self) -> str:
         s = self.sizes
+        cached = f" ({s['cached']} cached)" if s["cached"] else ""
         lines = [
-            f"attention ledger: batch {s['batch']}, q {s['q_len']}, k {s['k_len']}, "
+            f"attention ledger of one layer: batch {s['batch']}, q {s['q_len']}, k {s['k_len']}{cached}, "
             f"heads {self.heads['executed']} executed, {self.heads['active']} active"
         ]
         for title, group in (
@@ -78,24 +81,35 @@ def ledger(
     q_len: int,
     k_len: int,
     *,
+    cached: int = 0,
     dtype: DTypeLike = jnp.float32,
     routed: bool = False,
+    params: PyTree | None = None,
 ) -> Ledger:
     """Count one forward pass of an attention sublayer.
 
-    Every number comes from shapes: of the parameters, of the two sides, of the coupling. Terms that
-    transforms add to the sides are the dot products in their traced programs, named by what they make.
-    A mask takes nothing away: these are the counts of the whole score rectangle.
+    Every number comes from shapes: of the parameters, of the two sides, of the coupling. What the hooks of
+    transforms multiply is read from their traced programs, and named by the field that it changes
+    ("dynamic generators", "router", "gate generators", "key bias", "query mixing", ...) or, where that is not
+    one field, by link and hook ("mine: finish"). A mask takes nothing away: these are the counts of the whole
+    score rectangle.
 
     Args:
         attn: what `attention` made.
         batch, q_len, k_len: rows; self-attention where both lengths are those of one state.
-        dtype: of the parameters, for bytes.
+        cached: how many of the k_len rows are in a cache (or another key side) already and are not projected
+            again. One step of decoding is q_len=1, k_len=4096, cached=4095; a source that is read again is
+            cached=k_len. A cache is read as a whole, so k_len is its size.
+        dtype: of states, and of parameters where `params` are not given.
         routed: count the engine "routed": queries, scores, values and output of active heads alone, in
             blocks whose empty slots are counted too (`jaxattn.route`); keys and values stay dense.
+        params: the parameters to count, instead of those that `init` makes. An array that you put at two
+            paths (tied) is counted once, where it comes first; leaves of your own (`allow`) are counted too.
 
     Raises:
-        ValueError: for a negative number of rows; for `routed`, where nothing routes.
+        ValueError: for a negative number of rows, or more cached rows than there are; for `routed`, where
+            nothing routes; where params are not those of this attention; for a hook whose products cannot be
+            counted (a while loop of unknown length, a Pallas kernel), by its name.
 
     Example:
         >>> from jaxattn.attention import attention
@@ -104,24 +118,34 @@ def ledger(
         >>> book = ledger(attention(spec), batch=2, q_len=3, k_len=4)
         >>> sum(book.parameters.values()), book.parameter_bytes, sum(book.macs.values())
         (142, 568, 1080)
+        >>> step = ledger(attention(spec), batch=2, q_len=1, k_len=4, cached=3)
+        >>> step.macs["key projection"], step.macs["scores"], book.macs["key projection"]
+        (72, 48, 288)
 
     Source: the accounting of Q, K, V and O by contracted dimensions; DESIGN's law 11 checks it against the
     dot products of the traced program.
     """
     spec = attn.spec
-    for name, rows in (("batch", batch), ("q_len", q_len), ("k_len", k_len)):
+    for name, rows in (("batch", batch), ("q_len", q_len), ("k_len", k_len), ("cached", cached)):
         if rows < 0:
             raise ValueError(f"ledger: {name} = {rows}, expected at least 0.")
-    params = jax.eval_shape(lambda: attn.init(jax.random.key(0), dtype))
+    if cached > k_len:
+        raise ValueError(
+            f"ledger: cached = {cached} of k_len = {k_len} rows. Fix: k_len counts old and new rows together."
+        )
+    if params is None:
+        tree = jax.eval_shape(lambda: attn.init(jax.random.key(0), dtype))
+    else:
+        tree = params
+        attn.check_params(tree)
     x_q = ShapeDtypeStruct((batch, q_len, spec.in_q), dtype)
-    x_k = ShapeDtypeStruct((batch, k_len, spec.in_k), dtype)
-    x_v = ShapeDtypeStruct((batch, k_len, spec.in_v), dtype)
-    query = jax.eval_shape(lambda p, x: attn.query_side(p, x, routed=routed), params, x_q)
-    stored = jax.eval_shape(attn.key_side, params, (x_k, x_v))
+    state = lambda rows, m: ShapeDtypeStruct((*rows, m), dtype)
+    source = lambda *rows: (state(rows, spec.in_k), state(rows, spec.in_v))
+    query = jax.eval_shape(lambda p, x: attn.query_side(p, x, routed=routed), tree, x_q)
+    stored = jax.eval_shape(attn.key_side, tree, source(batch, k_len))
     key = jax.eval_shape(attn.expand, stored)
-    coupling = jax.eval_shape(attn.coupling, params)
-    one_row = tuple(ShapeDtypeStruct((1, x.shape[-1]), dtype) for x in (x_k, x_v))
-    out_kernel = params["out"]["kernel"]
+    coupling = jax.eval_shape(attn.coupling, tree)
+    out_kernel, new = tree["out"]["kernel"], batch * (k_len - cached)
     stages = _stages(query, key, coupling, batch * q_len * k_len)
     if routed:
         active, heads = query.query.shape[-2], logit_heads(query)
@@ -134,37 +158,52 @@ def ledger(
         pairs = rows * k_len
         work = _Work(rows * attn.sizes.query_heads, pairs * heads, pairs * stages.heads, rows * stages.heads)
 
-    terms = {
+    terms = Counter({
         "query projection": work.query * spec.in_q * attn.sizes.qk_width,
-        "key projection": batch * k_len * math.prod(params["key"]["kernel"].shape),
-        "value projection": batch * k_len * math.prod(params["value"]["kernel"].shape),
-        **_side_macs(attn, params, x_q, x_k, x_v),
+        "key projection": new * math.prod(tree["key"]["kernel"].shape),
+        "value projection": new * math.prod(tree["value"]["kernel"].shape),
+    })  # fmt: skip
+    terms += hook_macs(attn, tree, x_q, source(batch, k_len - cached), query, stored, cached > 0)
+    terms += Counter(stages.macs) + Counter({
         "scores": work.scores * query.query.shape[-1],
-        **stages.macs,
         "values": work.weights * key.value.shape[-1],
         "output projection": work.out * math.prod(out_kernel.shape[1:]),
-    }
+    })  # fmt: skip
     products = dict(stages.products)
     if query.gate is not None:
         products["gates"] = batch * q_len * stages.heads * key.value.shape[-1]
+    changed = trace_named(lambda side: attn.expand(side)._asdict(), stored).changed
+    made = jax.eval_shape(attn.key_side, tree, source(batch, k_len - cached))
+    made = made._replace(**{name: getattr(key, name) for name in changed})  # whole, whenever it is read
     activations = {
         **_elements("query side", query._replace(notes={})),
-        **_elements("key side", key),
+        **_elements("key side", made),
         **stages.activations,
         "heads": batch * q_len * stages.heads * key.value.shape[-1],
         "output": batch * q_len * out_kernel.shape[-1],
     }
+    kept = _once(tree)
     return Ledger(
-        sizes=dict(batch=batch, q_len=q_len, k_len=k_len, logit_heads=heads),
-        parameters={name: _size(leaves) for name, leaves in params.items()},
-        macs={name: count for name, count in terms.items() if count},
+        sizes=dict(batch=batch, q_len=q_len, k_len=k_len, cached=cached, logit_heads=heads),
+        parameters={name: _size(leaves) for name, leaves in kept.items()},
+        macs=dict(terms),
         products=products,
         activations=activations,
         score_elements=work.scores,
-        cache_elements=_size(jax.eval_shape(attn.key_side, params, one_row)),
-        parameter_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params)),
+        cache_elements=_size(jax.eval_shape(attn.key_side, tree, source(1))),
+        parameter_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kept)),
         heads=dict(executed=stages.heads, active=attn.sizes.active_heads or stages.heads),
     )
+
+
+def _once(params: PyTree) -> dict[str, list[Any]]:
+    """The leaves of each group, an array that is met again left out."""
+    seen: set[int] = set()
+    groups: dict[str, list[Any]] = {}
+    for name, group in params.items():
+        groups[name] = [x for x in jax.tree.leaves(group) if id(x) not in seen]
+        seen |= {id(x) for x in groups[name]}
+    return groups
 
 
 class _Work(NamedTuple):
@@ -226,35 +265,6 @@ def _factor_counts(factors: Factors | None) -> tuple[int, int]:
     if factors.dense is not None:
         dots += math.prod(factors.dense.shape[-2:])
     return dots, 0 if factors.diag is None else factors.diag.shape[-1]
-
-
-def _side_macs(attn: Attention, params: PyTree, x_q, x_k, x_v) -> dict[str, int]:
-    """Dot products that transforms add to the two sides, by what they make."""
-    names = {"pre": "dynamic generators", "post": "dynamic generators", "gate": "router"}
-    names |= {
-        "bias": "key bias",
-        "query": "query mixing",
-        "key": "key mixing",
-        "value": "value mixing",
-    }
-    counted = dict.fromkeys(names.values(), 0)
-    plain = dataclasses.replace(attn, links=(), sites=())
-    for side_of, states, x in (("query_side", x_q, x_q), ("key_side", (x_k, x_v), x_k)):
-        side = jax.eval_shape(getattr(plain, side_of), params | {"heads": {}}, states)
-        for link, site in zip(attn.links, attn.sites, strict=True):
-            own = params["heads"].get(site.name, {})
-            hook = getattr(link, side_of)
-
-            def step(own, x, side, hook=hook, site=site):
-                return hook(own, x, side, site)
-
-            after = jax.eval_shape(step, own, x, side)
-            changed = [n for n in names if getattr(after, n, ()) != getattr(side, n, ())]
-            dots = macs(lambda *a, step=step: jax.tree.leaves(step(*a)), own, x, side)
-            if dots:
-                counted[names[changed[0]]] += dots
-            side = after
-    return counted
 
 
 def _elements(name: str, side: QuerySide | KeySide) -> dict[str, int]:

@@ -168,8 +168,9 @@ class MultiHeadDotProductAttention(nn.Module):
         cache = self._cache(attn) if steps else None
         done = module_call.run(face, attn, params, (inputs_q, inputs_k, inputs_v), asked, cache)
         if self.decode and not steps:  # an empty one, for the steps to come
-            dtype = jnp.promote_types(inputs_q.dtype, params["key"]["kernel"].dtype)
-            dtype = dtype if self.dtype is None else self.dtype
+            dtype = self.dtype
+            if dtype is None:
+                dtype = jnp.promote_types(inputs_q.dtype, params["key"]["kernel"].dtype)
             empty = attn.empty_cache(inputs_q.shape[:-2], inputs_q.shape[-2], dtype=dtype)
             for name, value in cache_arrays(empty).items():
                 self.variable("cache", name, lambda value=value: value)

@@ -179,7 +179,7 @@ def _fused_order(m: Manifest, current: Current) -> Faults:
 
 
 def _release(m: Manifest, current: Current) -> Faults:
-    store, stood = m.checkpoint, m.call.kv_projected_by
+    store, earlier = m.checkpoint, m.call.kv_projected_by
     own = {"release_id": store.release_id, "adapter_id": store.adapter_id}
     for name, mine in own.items():
         expected = getattr(current, name)
@@ -189,10 +189,10 @@ def _release(m: Manifest, current: Current) -> Faults:
                 f"checkpoint.{name} = {mine!r}, but {expected!r} is current",
                 "load what is current and write the manifest anew",
             )
-        if stood is not None and getattr(stood, name) != mine:
+        if earlier is not None and getattr(earlier, name) != mine:
             yield (
                 (f"call.kv_projected_by.{name}", f"checkpoint.{name}"),
-                f"K and V were projected by {name} {getattr(stood, name)!r}, the call's is {mine!r}",
+                f"K and V were projected by {name} {getattr(earlier, name)!r}, the call's is {mine!r}",
                 "project the source again with the call's own parameters",
             )
 

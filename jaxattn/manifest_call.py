@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -10,6 +9,7 @@ import jax
 from jax import Array, ShapeDtypeStruct
 from jax.typing import DTypeLike
 
+from jaxattn.axes import at_least_float32
 from jaxattn.explain import Explanation
 from jaxattn.masks import Mask, as_mask
 from jaxattn.sides import Coupling, KeySide
@@ -49,25 +49,25 @@ def manifest(
 ) -> "Manifest":
     """The record of one call, for `jaxattn.manifest.admit`; nothing is computed.
 
-    Identities are the caller's word and are written as they are given: it is `admit` that refuses. Sizes and
-    dtypes are read from the arrays and from the traced call, engines from `explain`. What is not known stays
-    null: eligible engines of a call with bias, positions, `remask`, several batch axes, states of several
-    types or a key side with `valid`, of which `explain` cannot be told; and dtypes inside a kernel.
+    Ids come from the caller and are not verified: `admit` compares them. Sizes and dtypes are read from the
+    arrays and from the traced call, engines from `explain`. `null` means: not measured. That is so for dtypes
+    inside a kernel, and for the eligible engines of a call that `explain` cannot describe (bias, positions,
+    `remask`, several batch axes, states of several types, or a key side with `valid`).
 
     Args:
         attn: what `attention` made; this is also its method.
         params, x_q, mask, bias, engine, dropout_key, positions, capture, remask: as in `apply`; states and
             parameters may be `jax.ShapeDtypeStruct`.
-        x_kv: as in `apply`, or a key side that stands already, as in `attend`.
+        x_kv: as in `apply`, or a key side that was projected before, as in `attend`.
         manifest_id: a name for the record.
         q_origin: id of the state in x_q.
         source_origin: id of the source, or a pair for keys and values; left out in self-attention.
         checkpoint: the record of the parameters' release, or its id alone: separate tensors, [in, out].
-        kv_projected_by: whose weights made a key side that stands.
+        kv_projected_by: whose weights made the key side, where x_kv is one.
         mode: "self" or "cross"; default self without x_kv. A cache of the queries' own stream is "self".
         mask_owner: "encoder_self", "decoder_causal", "decoder_cross" or "external".
         training: default whether a dropout key is given.
-        deterministic: a mark of the caller's; default whether nothing is drawn.
+        deterministic: whether equal inputs give equal outputs; default whether no dropout is drawn.
         checkpoint_dtype: of the parameters as they were persisted.
         observe: compile the call twice, once by engine "dense", and record the kernels that only the chosen
             engine's program names.
@@ -86,6 +86,7 @@ def manifest(
         >>> record.call.mode, record.projection.q.out_features, record.runtime.output_dtype
         ('self', 6, 'float32')
     """
+    from jaxattn import __version__  # which is being imported when this module is
     from jaxattn import manifest_form as form  # needs pydantic, an extra
 
     call = _trace(attn, params, x_q, x_kv, mask, bias, engine, dropout_key, positions, capture, remask)
@@ -98,8 +99,8 @@ def manifest(
     drawn = dropout_key is not None
     rates = [rate if drawn else 0.0 for rate in (call.coupling.dropout, call.coupling.head_dropout)]
     asked = as_mask(mask)
-    stood = isinstance(x_kv, KeySide) and x_kv.valid is not None
-    untold = bias is not None or positions is not None or remask or stood or len(call.batch) > 1
+    padded = isinstance(x_kv, KeySide) and x_kv.valid is not None
+    untold = bias is not None or positions is not None or remask or padded or len(call.batch) > 1
     told = not untold and _one(call.heads) is not None
     return form.Manifest(
         manifest_id=manifest_id,
@@ -125,7 +126,7 @@ def manifest(
         checkpoint=_checkpoint(form, checkpoint, params),
         runtime=form.Runtime(
             framework="jaxattn",
-            framework_version=version("jaxattn"),
+            framework_version=__version__,
             requested_backend=engine,
             checkpoint_dtype=None if checkpoint_dtype is None else jax.numpy.dtype(checkpoint_dtype).name,
             **_dtypes(params, call, engine),
@@ -135,7 +136,7 @@ def manifest(
 
 
 class _Traced(NamedTuple):
-    """What the call's own program says, without being run."""
+    """Shapes and types of the call's traced program; nothing is run."""
 
     batch: tuple[int, ...]
     q_len: int
@@ -179,7 +180,7 @@ def _heads(form: ModuleType, attn: Any, params: PyTree) -> "Heads":
     return form.Heads(
         q_heads=q_heads, kv_heads=kv_heads, v_heads=v_heads, o_heads=o_heads, d_qk=d_qk, d_v=d_v, d_o=d_o,
         d_model=attn.spec.model, in_q=in_q, in_k=in_k, in_v=in_v, out=out,
-        variant=tuple(repr(link) for link in attn.links if link.changes),
+        variant=tuple(repr(link) for link in attn.links if link.changes), spec=repr(attn.spec),
     )  # fmt: skip
 
 
@@ -200,11 +201,11 @@ def _checkpoint(form: ModuleType, given: "Checkpoint | str", params: PyTree) -> 
 
 
 def _dtypes(params: PyTree, call: _Traced, engine: str) -> dict[str, str | None]:
-    """Types along the path, as the program of the call has them; a kernel's inside is not known."""
+    """Types along the path, as the traced program has them; inside a kernel they are not known."""
     kernels = [params[role]["kernel"] for role in ("query", "key", "value", "out")]
     query, _, value = call.heads
     inside = engine not in KERNELS
-    scores = jax.numpy.promote_types(query.dtype, jax.numpy.float32)
+    scores = at_least_float32(query.dtype)
     return dict(
         parameter_dtype=_one(kernels),
         projection_compute_dtype=_one(call.heads),  # `project` multiplies in the type that it returns
@@ -234,7 +235,7 @@ def _engines(form, attn, call, mask, engine, drawn, capture, told, observe) -> d
 
 
 def _observed(attn, rows: dict[str, Any], engine: str) -> dict[str, Any]:
-    """The kernels that only this engine's program names: a router's or a projection's are no attention."""
+    """The kernels that this engine's program has and that of "dense" has not: those of attention alone."""
     seen, plain = (attn.explain(**rows, engine=name, observe=True) for name in (engine, "dense"))
     kernels = [name for name in seen.observed or () if name not in (plain.observed or ())]
     if not kernels:

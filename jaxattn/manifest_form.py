@@ -59,13 +59,13 @@ class Call(Record):
         mode: "self" (one state) or "cross" (a target's queries, a source's keys and values).
         batch, q_len, k_len: rows; batch is the product of all batch axes.
         q_state_id, k_state_id, v_state_id: the states that Q, K and V are projected from.
-        kv_projected_by: whose weights made K and V, where they stood before the call; null: the call's own.
+        kv_projected_by: whose weights made K and V, where they were projected before; null: the call's own.
         mask_owner: who decides visibility.
         canonical_mask_semantics: the one polarity.
         visibility_axes: logical axes of the mask; mask: what it is, in words.
-        training: the caller's word for the mode of the model.
+        training: the mode of the model, as the caller states it.
         dropout_p, head_dropout_p: rates that this call draws with, 0 where it draws nothing.
-        deterministic: the caller's mark that equal inputs give equal outputs; null: not marked.
+        deterministic: whether equal inputs give equal outputs, as the caller states it; null: not stated.
         need_weights: whether attention weights are asked for; capture: every intermediate asked for.
     """
 
@@ -100,6 +100,8 @@ class Heads(Record):
         o_heads, d_o: heads that meet W_O and their width, default q_heads and d_v.
         in_q, in_k, in_v, out: widths of the three states read and of the output, default d_model.
         variant: transforms that work on the heads, in order, with their options; none is plain attention.
+        spec: sizes and options as the framework writes them (scale, rotary positions, norms, soft cap, ...);
+            null: not known.
     """
 
     q_heads: Size
@@ -115,6 +117,7 @@ class Heads(Record):
     in_v: Size = _derived()
     out: Size = _derived()
     variant: tuple[Id, ...] = ()
+    spec: Id | None = None
 
     @model_validator(mode="after")
     def _resolve(self) -> "Heads":
@@ -156,9 +159,9 @@ class Runtime(Record):
     Attributes:
         framework, framework_version: who owns the projections and the call.
         versions, device: below it.
-        requested_backend: the engine or dispatch that was named: a wish.
-        eligible_backends, chosen_backend: what fits the call, and what the host picked: decisions.
-        observed_backend: the kernels that were seen: evidence alone, never a copy of the request.
+        requested_backend: the engine or dispatch that was named.
+        eligible_backends, chosen_backend: those that can run the call, and the one that was chosen.
+        observed_backend: the kernels that were found in the compiled program, never a copy of the request.
         observation_id, observation_method: which observation says so, and how it was made.
         checkpoint_dtype: of the bytes that were persisted.
         parameter_dtype: of the matrices that the linear maps read.

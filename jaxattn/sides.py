@@ -109,8 +109,9 @@ def calm_rows(x: Array, seen: Array | None, core: int) -> Array:
     """`x` with unseen rows zero where a product with them could be infinite or NaN.
 
     Weights of hidden pairs are exactly zero, and zero times a number is zero: rows of ordinary size are
-    left as they are. Rows with an entry that is not finite, or above the square root of the type's maximum,
-    are not.
+    left as they are. Rows with an entry that is not finite, or above a root of the type's maximum, are not:
+    the eighth root, as a mixed logit is a product of a key and two factors of each mix; the second of
+    float16, whose products run in float32.
 
     Args:
         x: [..., t, ...], with `core` axes from t on.
@@ -118,7 +119,7 @@ def calm_rows(x: Array, seen: Array | None, core: int) -> Array:
     """
     if seen is None:
         return x
-    limit = jnp.sqrt(jnp.finfo(x.dtype).max).astype(x.dtype)
+    limit = float(jnp.finfo(x.dtype).max) ** (1 / 2 if x.dtype == jnp.float16 else 1 / 8)
     ordinary = jnp.all(jnp.abs(x) <= limit, axis=tuple(range(1 - core, 0)))
     seen = jnp.asarray(seen)
     rank = max(seen.ndim, ordinary.ndim)

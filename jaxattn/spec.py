@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxattn.axes import check_option
 
 DERIVED: Any = None  # a size left out; HeadSpec resolves it
@@ -20,6 +22,7 @@ def short_repr(value: Any, **derived: Any) -> str:
     shown = []
     for field in dataclasses.fields(value):
         got = getattr(value, field.name)
+        got = got.item() if isinstance(got, np.generic) else got  # a number of numpy says the same
         made = field.default_factory
         usual = field.default if made is dataclasses.MISSING else made()
         usual = derived.get(field.name, usual)

@@ -91,7 +91,7 @@ class Site:
         if side.gate is None:
             whole = (*side.query.shape[:-2], *gate.shape[-2:])
             return side._replace(gate=jnp.broadcast_to(gate, whole))
-        dtype = jnp.promote_types(side.gate.dtype, gate.dtype)
+        dtype = max(side.gate.dtype, gate.dtype, key=lambda dtype: jnp.finfo(dtype).bits)
         gate = jnp.broadcast_to(gate.astype(dtype), (*side.gate.shape[:-1], gate.shape[-1]))
         return side._replace(gate=side.gate.astype(dtype) * gate)
 

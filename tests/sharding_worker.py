@@ -162,17 +162,29 @@ def dropout():
     return found | {"moved by dropout": error(want[0], evaluated)}
 
 
-def turns():
-    """Blocks of a large call take turns; `jax.shard_map` gives each device blocks of its own."""
+def loops():
+    """Large calls loop over blocks; `jax.shard_map`, with its default check, gives each device its own.
+
+    Gradients are those of the sharded call, and those taken inside of one.
+    """
     for name, value in dict(BLOCK_BYTES=(1, 1), JOINED_BYTES=1, ROWS=(8, 8), GRAIN=8).items():
         setattr(blocked, name, value)
-    attn = ja.attention(ja.HeadSpec(**SPEC), variants.talking_heads())
+    return {
+        f"{name} {mode}": found
+        for name, engine in (("talking_heads", "blocked"), ("moh", "routed"))
+        for mode, found in of_devices(CASES[name][0], engine).items()
+    }
+
+
+def of_devices(transform: ja.HeadTransform, engine: str) -> dict[str, dict]:
+    """What eight devices compute and communicate, over examples and over query rows."""
+    attn = ja.attention(ja.HeadSpec(**SPEC), transform)
     *values, cotangent = inputs(attn)
-    rest = (DRAWN["seen"], jnp.arange(TIME), cotangent)
+    args = (*values, DRAWN["seen"], jnp.arange(TIME), cotangent)
 
     def forward(params, x_q, x_kv, seen, positions):
         mask = ja.causal() & ja.explicit(seen, axes="b q k")
-        return attn.apply(params, x_q, x_kv, mask, engine="blocked", positions=(positions, None))[0]
+        return attn.apply(params, x_q, x_kv, mask, engine=engine, positions=(positions, None))[0]
 
     def both(forward, params, x_q, x_kv, seen, positions, cotangent):
         def loss(*values):
@@ -182,22 +194,24 @@ def turns():
         gradient, y = jax.grad(loss, (0, 1, 2), has_aux=True)(params, x_q, x_kv)
         return y, gradient
 
-    want = jax.jit(lambda *args: both(forward, *args))(*values, *rest)
+    want = jax.jit(functools.partial(both, forward))(*args)
     P, found = PartitionSpec, {}
     for mode, ins, out in (
         ("data", (P(), P("data"), P("data"), P("data"), P()), P("data")),
         ("rows", (P(), P(None, "rows"), P(), P(None, "rows"), P("rows")), P(None, "rows")),
     ):
-        mesh = mesh_of(**MODES[mode][0])
-        split = jax.shard_map(forward, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False)
-        where = tuple(NamedSharding(mesh, spec) for spec in (*ins, out))
-        placed = jax.device_put((*values, *rest), where)
+        shard_map = functools.partial(jax.shard_map, mesh=mesh_of(**MODES[mode][0]))
+        split = shard_map(forward, in_specs=ins, out_specs=out)
+        within = shard_map(functools.partial(both, forward), in_specs=(*ins, out), out_specs=(out, ins[:3]))
+        where = tuple(NamedSharding(mesh_of(**MODES[mode][0]), spec) for spec in (*ins, out))
+        placed = jax.device_put(args, where)
         once = jax.jit(split, in_shardings=where[:-1]).lower(*placed[:-1]).compile()
-        got = jax.jit(lambda *args, f=split: both(f, *args), in_shardings=where).lower(*placed).compile()
+        got = jax.jit(functools.partial(both, split), in_shardings=where).lower(*placed).compile()
         y, gradient = got(*placed)
         found[mode] = {
             "output": error(y, want[0]),
             "gradient": error(gradient, want[1]),
+            "gradient within": error(jax.jit(within)(*placed)[1], want[1]),
             "forward": collectives(once),
             "reverse": collectives(got),
         }
@@ -247,7 +261,7 @@ def pub_30():
 def main() -> None:
     jax.config.update("jax_enable_x64", True)
     parts = dict(devices=lambda: jax.device_count(), cases=every_case, two_axes=two_axes, dropout=dropout)
-    parts |= dict(pub_30=pub_30, turns=turns)  # turns last: it sets the blocks' sizes
+    parts |= dict(pub_30=pub_30, loops=loops)  # loops last: it sets the blocks' sizes
     print(json.dumps({name: part() for name, part in parts.items()}))
 
 

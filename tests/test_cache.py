@@ -133,6 +133,10 @@ def test_rows_that_were_trimmed_or_reset_leave_nothing(name):
     assert cache.trim(99).count == 0 and not cache.trim(99).side.valid.any()
     with pytest.raises(ValueError, match="cache: trim of a ring .*Fix: go on with the cache from before"):
         new(attn, window=3).trim(1)
+    for rows in (jnp.int64(3), np.int32(3), jnp.uint8(3)):
+        shorter = jax.jit(ja.Cache.trim)(cache, rows)
+        jax.tree.map(np.testing.assert_array_equal, shorter, cache.trim(3))
+        assert [x.dtype for x in jax.tree.leaves(shorter)] == [x.dtype for x in jax.tree.leaves(cache)]
 
 
 def test_what_is_stored_is_what_the_ledger_counts_and_mohsa_is_stored_narrow():
@@ -181,6 +185,98 @@ class TestRefusals:
         table.assert_close(y, attn.apply(params, x[:, :4], mask=ja.causal())[0], 1e-12, "reset")
         assert not again.refused
 
+    def test_rows_that_were_kept_come_back_after_a_refusal_under_jit(self):
+        """Each operation that clears a refusal keeps what it says, under jit and outside of it."""
+        attn, params, x = made("mha")
+        want = attn.apply(params, x, mask=ja.causal())[0]
+        decode = compiled(attn.decode)
+        _, cache = run(attn, params, new(attn, 5), x, (4,))
+        _, _, refused = decode(params, cache, x[:, 4:7])
+        for how, rows in ((ja.Cache.resume, 4), (lambda c: c.trim(0), 4), (lambda c: c.trim(3), 1)):
+            for clear in (how, jax.jit(how)):
+                after = clear(refused)
+                assert not after.refused and int(after.count) == rows
+                assert jax.tree.structure(after) == jax.tree.structure(cache)
+                y, _, _ = decode(params, after, x[:, rows : rows + 1])
+                table.assert_close(y, want[:, rows : rows + 1], 1e-12, "the next row")
+        wide = jax.jit(lambda c: c.grow(T))(refused)
+        y, cache = run(attn, params, wide, x[:, 4:], (3, 2))
+        table.assert_close(y, want[:, 4:], 1e-12, "in a larger cache")
+        assert cache.size == T and int(cache.count) == T and not cache.refused
+        with pytest.raises(ValueError, match="did not fit and was not written; 4 of 5 rows are kept.*resume"):
+            attn.append(params, refused, x[:, 4:5])
+        y, _, _ = attn.decode(params, refused.resume(), x[:, 4:5])
+        table.assert_close(y, want[:, 4:5], 1e-12, "eagerly")
+
+    def test_a_refusal_is_cleared_inside_a_scan(self):
+        """Chunks of 2 into a cache of 5: those that do not fit leave the rows before them as they are."""
+        attn, params, x = made("mha")
+
+        def step(cache, rows):
+            y, _, cache = attn.decode(params, cache, rows)
+            return cache.resume(), (y, cache.refused)
+
+        chunks = jnp.stack([x[:, :2], x[:, 2:4], x[:, 4:6], x[:, 4:6]])
+        cache, (_, refused) = table.jit(lambda c: jax.lax.scan(step, c, chunks))(new(attn, 5))
+        assert refused.tolist() == [False, False, True, True] and int(cache.count) == 4
+        y, _, _ = attn.decode(params, cache, x[:, 4:5])
+        table.assert_close(y, attn.apply(params, x, mask=ja.causal())[0][:, 4:5], 1e-12, "after it")
+
+    def test_examples_of_a_vmap_are_refused_resumed_trimmed_and_reordered_one_by_one(self):
+        attn, params, x = made("mha")
+        one = attn.empty_cache((), 5, dtype=jnp.float64)
+        rows = lambda i, n: x[i % B, :n]
+        ragged = [attn.decode(params, one, rows(i, n))[2] for i, n in ((0, 2), (1, 4))]
+        both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ragged)
+        step = table.jit(jax.vmap(attn.decode, in_axes=(None, 0, 0)))
+        more = jnp.stack([x[0, 2:4], x[1, 4:6]])
+        y, _, after = step(params, both, more)
+        assert after.refused.tolist() == [False, True] and after.count.tolist() == [4, 4]
+        assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
+        want = [attn.apply(params, x[i], mask=ja.causal())[0] for i in range(B)]
+        for resumed in (after.resume(), jax.vmap(ja.Cache.resume)(after), after.trim(0)):
+            y, _, _ = step(params, resumed, jnp.stack([x[0, 4:5], x[1, 4:5]]))
+            table.assert_close(y[:, 0], jnp.stack([want[0][4], want[1][4]]), 1e-12, "resumed")
+        for short in (after.trim(jnp.array([1, 3])), jax.vmap(ja.Cache.trim)(after, jnp.array([1, 3]))):
+            assert short.count.tolist() == [3, 1] and not short.refused.any()
+            y, _, _ = step(params, short, jnp.stack([x[0, 3:4], x[1, 1:2]]))
+            table.assert_close(y[:, 0], jnp.stack([want[0][3], want[1][1]]), 1e-12, "trimmed")
+        turned = after.reorder(jnp.array([1, 0]))
+        assert turned.refused.tolist() == [True, False]
+        y, _, _ = step(params, turned.resume(), jnp.stack([x[1, 4:5], x[0, 4:5]]))
+        table.assert_close(y[:, 0], jnp.stack([want[1][4], want[0][4]]), 1e-12, "reordered")
+        y, _, wide = step(params, after.grow(8), jnp.stack([x[0, 4:6], x[1, 4:6]]))
+        assert wide.count.tolist() == [6, 6] and wide.batch == (2,)
+        table.assert_close(y, jnp.stack([w[4:6] for w in want]), 1e-12, "grown")
+        with pytest.raises(ValueError, match=r"count has shape \(2,\), one for each example of a vmap"):
+            attn.decode(params, after.resume(), x[:, :1])
+
+    def test_trim_grow_and_reorder_of_what_cannot_be(self):
+        attn, params, x = made("mha")
+        cache = attn.append(params, new(attn), x[:, :4])
+        for rows, error, message in (
+            (-1, ValueError, "trim of -1 rows.*at least 0"),
+            (1.0, TypeError, "rows is float64 of shape"),
+            (True, TypeError, "rows is bool"),
+            (jnp.array([1, 2]), TypeError, r"of shape \(2,\), expected one integer.*vmap"),
+        ):
+            with pytest.raises(error, match=message):
+                cache.trim(rows)
+        traced = jax.jit(ja.Cache.trim)(cache, -1)
+        assert traced.refused and int(traced.count) == 4
+        jax.tree.map(np.testing.assert_array_equal, traced.side, cache.side)
+        with pytest.raises(ValueError, match="grow to 4 rows, expected at least 9"):
+            cache.grow(4)
+        with pytest.raises(ValueError, match="grow of a ring for a window of 3"):
+            new(attn, window=3).grow(20)
+        with pytest.raises(
+            ValueError, match=r"reorder: index \[0, 2\], expected rows of the first batch axis, 0 to 1"
+        ):
+            cache.reorder(jnp.array([0, 2]))
+        for index in (jnp.array(1), jnp.array([True, False]), jnp.array([[0, 1]])):
+            with pytest.raises(TypeError, match="reorder: index is .* of shape"):
+                cache.reorder(index)
+
     def test_another_attention_batch_or_type(self):
         attn, params, x = made("mha")
         cache = new(attn)
@@ -192,8 +288,11 @@ class TestRefusals:
             wide.decode(params, cache, x)
         three = ja.attention(attn.spec, variants.dcmha(rank=3))
         two = ja.attention(attn.spec, variants.dcmha(rank=2))
+        own = three.init(jax.random.key(0), jnp.float64)
+        with pytest.raises(ValueError, match=r"cache: made by dcmha\(\), used by dcmha\(rank=3\)"):
+            three.append(own, new(two), x)
         with pytest.raises(ValueError, match=r"cache: pre has shape.*options"):
-            three.append(three.init(jax.random.key(0), jnp.float64), new(two), x)
+            new(two).extend(three.key_side(own, x, jnp.ones((B, T), bool), jnp.zeros((B, T), jnp.int32)))
         with pytest.raises(ValueError, match=r"batch axes are \(2,\), those of the states \(1,\)"):
             attn.append(params, cache, x[:1])
         with pytest.raises(

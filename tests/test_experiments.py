@@ -19,6 +19,7 @@ from experiments.lib import (
     facts,
     folder,
     model,
+    named,
     options,
     plays,
     record,
@@ -70,7 +71,8 @@ def unbroken(text_file, tmp_path_factory):
 @pytest.mark.parametrize(
     "module",
     [
-        *(batches, checkpoints, facts, folder, model, options, plays, record, report, screen, stop, train),
+        *(batches, checkpoints, facts, folder, model, named, options, plays),
+        *(record, report, screen, stop, train),
         *(compare, sample, train_variant),
     ],
 )

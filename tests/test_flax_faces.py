@@ -183,3 +183,15 @@ def test_r2_34_the_cache_has_the_layer_s_type():
         layer.init_cache((B, 6, M), jnp.float16)
         with pytest.raises(TypeError, match=rf"layer.init_cache\(\(2, 6, 12\), dtype={y.dtype}\)"):
             layer(x)
+
+
+def test_a_layer_with_a_type_of_its_own_runs_under_strict_promotion():
+    """States and parameters of other types are cast, by the layer and nowhere implicitly; decode too."""
+    x = jnp.asarray(states(B, K, M), jnp.float16)
+    with jax.numpy_dtype_promotion("strict"):
+        for step, _ in decoding(dtype=jnp.bfloat16, dropout_rate=0.1, deterministic=True):
+            assert jax.tree.leaves(step(x[:, :1]))[0].dtype == jnp.bfloat16
+        module = linen.MultiHeadDotProductAttention(H, decode=True, dtype=jnp.bfloat16)
+        assert module.init(jax.random.key(0), x)["cache"]["cached_key"].dtype == jnp.bfloat16
+        layer, other = pair(dtype=jnp.bfloat16)
+        assert layer(x, is_causal=True).dtype == other(x, is_causal=True).dtype == jnp.bfloat16

@@ -612,6 +612,10 @@ def test_fault_writing_past_the_cache_is_silent():
     np.testing.assert_array_equal(layer.cached_key[...], kept)
     layer.init_cache((B, 4, M))
     assert np.isfinite(run(layer, x[:, :1], (1,))).all()
+    full = run(layer, x[:, 1:], (4,))  # four more do not fit
+    assert np.isnan(full).all() and int(layer.cache_index[...]) == 1
+    layer.cache_refused[...] = jnp.array(False)
+    close(run(layer, x[:, 1:2], (1,)), call(layer, x[:, :2], decode=False, is_causal=True)[:, 1:])
 
 
 def test_fault_more_than_one_token_in_a_decode_call_raises():

@@ -374,7 +374,7 @@ OTHERS = st.one_of(
 
 
 # In a whole record, these make none of the numbers that stand beside them.
-FREE = {("heads", "d_model"), ("heads", "variant")}
+FREE = {("heads", "d_model"), ("heads", "variant"), ("heads", "spec")}
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)
@@ -492,13 +492,9 @@ def test_the_record_says_what_the_call_is():
     assert (record.checkpoint.release_id, record.checkpoint.layout) == ("r19", "separate")
     runtime = record.runtime
     assert (runtime.requested_backend, runtime.chosen_backend) == ("blocked", "blocked")
-    assert runtime.checkpoint_dtype == "bfloat16" and runtime.framework_version == ja_version()
+    assert runtime.checkpoint_dtype == "bfloat16" and runtime.framework_version == ja.__version__
     by_head = ja.explicit(np.ones((3, ROWS, KEYS), bool), axes="h q k")
     assert PLAIN.manifest(*CROSS, by_head, **IDS).call.visibility_axes == "[B,H,Q,K]"
-
-
-def ja_version():
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
 def test_dtypes_are_those_of_the_arrays_that_the_call_makes():

@@ -227,20 +227,27 @@ def test_r2_02_a_pair_bias_and_a_bias_of_fewer_axes_promote_nothing(engine):
 
 
 @contextlib.contextmanager
-def finite(jit):
-    with jax.debug_nans(True), jax.debug_infs(True), contextlib.ExitStack() as stack:
-        if not jit:
-            stack.enter_context(jax.disable_jit())
+def finite():
+    with jax.debug_nans(True), jax.debug_infs(True):
         yield
 
 
 @cells
 @pytest.mark.heavy
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "no_jit"])
-def test_no_infinity_or_nan_on_the_way(name, engine, jit):
+def test_no_infinity_or_nan_on_the_way(name, engine):
+    """Without jit every intermediate is looked at, and loops are Python's."""
     for (function, args), want in zip(cell(name, engine), expected(name), strict=True):
-        with finite(jit):
+        with finite(), jax.disable_jit():
             got = function(*args)
+        assert_near(got, want)
+
+
+@pytest.mark.heavy
+@each_variant
+def test_compiled_functions_under_debug_nans_and_infs(name):
+    for (function, args), want in zip(cell(name, "blocked"), expected(name), strict=True):
+        with finite():
+            got = table.jit(function)(*args)
         assert_near(got, want)
 
 

@@ -197,9 +197,10 @@ def test_examples_and_groups_of_heads_are_sharded_at_once(report):
 
 
 @pytest.mark.parametrize("mode", ["data", "rows"])
-def test_shard_map_gives_each_device_blocks_of_its_own(report, mode):
-    found = report["turns"][mode]
-    assert max(found["output"], found["gradient"]) <= 1e-12
+@pytest.mark.parametrize("name", ["talking_heads", "moh"])
+def test_r2_17_shard_map_gives_each_device_blocks_of_its_own(report, name, mode):
+    found = report["loops"][f"{name} {mode}"]
+    assert max(found["output"], found["gradient"], found["gradient within"]) <= 1e-12
     assert found["forward"] == []
     assert kinds(found["reverse"]) == {"all-reduce"}
 

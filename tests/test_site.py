@@ -115,12 +115,10 @@ def public(module: types.ModuleType) -> dict[str, object]:
 
 def named(path: str) -> object:
     """What a heading such as jaxattn.HeadSpec or jaxattn.attention.attention is about."""
-    first, *rest = path.split(".")
-    value: object = {"jaxattn": ja, "variants": variants}[first]
-    for name in rest:
-        at = sys.modules.get(f"{value.__name__}.{name}") if inspect.ismodule(value) else None
-        value = at if at is not None and name != rest[-1] else getattr(value, name)
-    return value
+    *modules, name = path.split(".")
+    if ".".join(modules) in sys.modules:  # where a module and what it defines have one name
+        return getattr(sys.modules[".".join(modules)], name)
+    return getattr(named(".".join(modules)), name)
 
 
 def test_every_public_name_has_its_heading(site):

@@ -134,3 +134,8 @@ def test_one_head_has_no_router():
         (variants.moh(shared=0, top_k=2), {"routed"}),
     ):
         assert set(ja.attention(spec, transform).init(jax.random.key(0))["heads"]["moh"]) == leaves
+
+
+def test_a_number_of_numpy_prints_as_the_number_that_it_equals():
+    made = variants.moh(top_k=np.int64(1), balance_weight=np.float64(0.5))
+    assert repr(made) == "moh(top_k=1, balance_weight=0.5)" and eval(repr(made), vars(variants)) == made

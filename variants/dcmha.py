@@ -36,7 +36,8 @@ class dcmha(ja.HeadTransform):
         static: the learned map W [n, n] of each group on top of the identity (drawn with standard
             deviation 0.1/sqrt(n)); the paper has it, the released language models leave it out.
         qk_norm: head norms of the released `qk_norm=True` ("rms"), before rotary positions.
-        pre, post: whether logits and weights are composed.
+        pre: whether logits are composed over heads.
+        post: whether weights are composed over heads.
 
     Raises:
         ValueError: for an unknown option, or heads that do not divide into groups.

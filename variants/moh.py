@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 
 import jaxattn as ja
-from jaxattn.axes import check_option, contract
+from jaxattn.axes import at_least_float32, check_option, contract
 
 
+@ja.export.register
 class MoHSums(NamedTuple):
     """Sums over tokens; divide by `tokens` for means, add two of them for a larger batch.
 
@@ -151,7 +152,7 @@ class moh(ja.HeadTransform):
         if self._learned:
             return _by_state(params, x)
         query = side.query[..., self.shared :, :]
-        query = query.astype(jnp.promote_types(query.dtype, jnp.float32))
+        query = query.astype(at_least_float32(query.dtype))
         square = jnp.square(query).sum(-1)
         safe = jnp.where(square > 0, square, 1)  # the root has no slope at 0
         norm = jnp.where(square > 0, jnp.sqrt(safe), 0)
@@ -259,7 +260,7 @@ def _by_state(params, x: Array) -> Array:
 
 
 def _score_type(x: Array):
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return at_least_float32(x.dtype)
 
 
 def _score(x: Array, kernel: Array) -> Array:

@@ -25,8 +25,11 @@ class talking_heads(ja.HeadTransform):
     Takes fewer key heads (`kv_heads`).
 
     Args:
-        logit_heads, softmax_heads, value_heads: H_k, H_s, H_v; default the heads of the spec.
-        pre, post: whether heads are mixed before and after the softmax.
+        logit_heads: H_k, heads of the logits; default the heads of the spec.
+        softmax_heads: H_s, heads of the softmax, after the first map; default the logit heads.
+        value_heads: H_v, heads that meet the values, after the second map; default the heads of the spec.
+        pre: whether logits are mixed over heads, before the softmax.
+        post: whether weights are mixed over heads, after the softmax.
         start: `"identity"` starts as MHA where head counts are equal; `"paper"` draws both maps,
             normal with standard deviation 1/sqrt(heads in).
         bias: the biases of CaiT. The one before the softmax cancels in it; the one after it reaches

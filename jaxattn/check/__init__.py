@@ -2,6 +2,7 @@
 
 from jaxattn.check import adjoint as adjoint
 from jaxattn.check.adapters import SUBJECTS as SUBJECTS
+from jaxattn.check.contracts import transform as transform
 from jaxattn.check.faults import FAULTS as FAULTS
 from jaxattn.check.faults import Fault as Fault
 from jaxattn.check.laws import LAWS as LAWS

@@ -2,6 +2,7 @@
 
 python -m jaxattn.check jax.nn flax.nnx             attentions that are known by name
 python -m jaxattn.check my.module:attention --layout bhqd
+python -m jaxattn.check my.module:transform --quick its contracts, and the laws of variants on every engine
 python -m jaxattn.check variants --quick            every variant of a registry, on every engine that takes it
 
 Exit status: 0 where every law that was asked holds, 1 where one does not, 2 where a subject cannot be had.
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("subject", nargs="*", help=f"{', '.join(SUBJECTS)}, module:function, or a registry")
+    parser.add_argument("subject", nargs="*", help=f"{', '.join(SUBJECTS)}, module:name, or a registry")
     parser.add_argument("--layout", default="bqhd", help="axes of a function's arguments, such as bhqd")
     parser.add_argument("--supports", nargs="*", help="what a function can; other laws are not asked of it")
     parser.add_argument(

@@ -72,15 +72,20 @@ def softmax(x: Array, visible: Array, known: Array | None = None) -> tuple[Array
         weights, and [..., q, 2]: each row's largest logit and 1 / sum. The latter is data: its derivative is
         zero, and that to x is whole without it.
     """
+    x, visible = same_rank(x, visible)
     reach, largest = formula.reach(x.dtype), jnp.finfo(x.dtype).max
-    # Between 0 and -reach: no difference of finite logits overflows, and none is a rounded product's own.
-    below = lambda x, top: jnp.minimum(jnp.maximum(x, top - reach), top) - top
+
+    def share_of(x, top, share=1):
+        counts = visible & ~(x < top - reach)  # true of NaN
+        x = jnp.where(counts, x, top)
+        below = jnp.minimum(x, top) - top  # the minimum lies between a product and the difference
+        return jnp.where(counts, jnp.exp(below) * share, 0)
+
     if known is not None:
-        again = lambda x, top, share: jnp.where(visible, jnp.exp(below(x, top)) * share, 0)
-        return _alone(again, x, known[..., :1], known[..., 1:]), known
+        return _alone(share_of, x, known[..., :1], known[..., 1:]), known
     x = jnp.where(visible, jnp.minimum(x, largest), -largest)
-    top = jnp.max(x, axis=-1, keepdims=True)
-    raised = jnp.where(visible, jnp.exp(below(x, top)), 0)
+    top = jnp.maximum(jnp.max(x, axis=-1, keepdims=True), -largest)
+    raised = share_of(x, top)
     total = raised.sum(axis=-1, keepdims=True)
     share = 1 / jnp.where(total == 0, 1, total)
     return _alone(operator.mul, raised, share), jnp.concatenate([top, share], axis=-1)
