@@ -541,7 +541,7 @@ def _only_claimed(site: Site, before: Any, after: Any) -> Any:
 
 
 def _scale(params: PyTree, name: str) -> Array | None:
-    return params[name]["scale"] if name in params else None
+    return params.get(name, {}).get("scale")
 
 
 def _refuse_overflow(x_q: Array, y: Array) -> None:

@@ -187,7 +187,7 @@ def _heads(form: ModuleType, attn: Any, params: PyTree) -> "Heads":
 def _checkpoint(form: ModuleType, given: "Checkpoint | str", params: PyTree) -> "Checkpoint":
     """The checkpoint's record, with the biases that are there."""
     roles = dict(q="query", k="key", v="value", o="out")
-    biases = tuple(role for role, group in roles.items() if "bias" in params[group])
+    biases = tuple(role for role, group in roles.items() if params[group].get("bias") is not None)
     if isinstance(given, str):
         return form.Checkpoint(
             release_id=given, layout="separate", stored_orientation="in_out", biases=biases

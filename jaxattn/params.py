@@ -94,7 +94,7 @@ def check_params(attn: Any, params: PyTree, allow: tuple[str, ...] = ()) -> None
     allowed = lambda path: any(path == a or path.startswith(f"{a}/") for a in allow)
     got = {path: leaf for path, leaf in _leaves(params) if not allowed(path)}
     wrong = _differences(attn, want.shapes, got)
-    if "heads" not in params:
+    if not isinstance(params.get("heads"), Mapping):
         wrong.append(
             f"heads: got the groups {', '.join(map(str, params))}, expected `heads` among them, the leaves "
             f"of the "
@@ -119,11 +119,11 @@ def _same(want: Expected, params: PyTree) -> bool:
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path; None is no leaf."""
+    """Every leaf with its path; None is no leaf, but for those of transforms, who look for theirs by name."""
     if isinstance(tree, Mapping):
         for name, below in tree.items():
             yield from _leaves(below, f"{path}/{name}" if path else str(name))
-    elif tree is not None:
+    elif tree is not None or path.startswith("heads/"):
         yield path, tree
 
 

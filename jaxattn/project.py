@@ -62,7 +62,8 @@ def project_active(params: dict[str, Array], x: Array, head: Array) -> Array:
     where = route(head.reshape(-1, head.shape[-1]), kernel.shape[0])
     out = spread(rows.astype(dtype), kernel.astype(dtype), where).astype(dtype)
     out = out.reshape(*head.shape, kernel.shape[-1])
-    return out + params["bias"].astype(dtype)[head] if "bias" in params else out
+    bias = params.get("bias")
+    return out if bias is None else out + bias.astype(dtype)[head]
 
 
 def unproject_active(params: dict[str, Array], heads: Array, head: Array) -> Array:
@@ -86,7 +87,8 @@ def unproject_active(params: dict[str, Array], heads: Array, head: Array) -> Arr
 
 def _add_bias(out: Array, params: dict[str, Array]) -> Array:
     """`out` plus the bias, whose axes are the last of `out`; without one, `out`."""
-    return operator.add(*same_rank(out, params["bias"].astype(out.dtype))) if "bias" in params else out
+    bias = params.get("bias")
+    return out if bias is None else operator.add(*same_rank(out, bias.astype(out.dtype)))
 
 
 def _linear(x: Array, kernel: Array, pattern: str, dtype) -> Array:

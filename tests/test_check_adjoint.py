@@ -288,7 +288,7 @@ class TestReach:
 
 # What the form of our own attention says is null; `reach` shows by gradients that it is, and is all.
 
-BIAS, MIX_BIAS, DEAD, ROUTER = "key/bias", "heads/talking_heads/pre/bias", "out/kernel", "heads/moh/shared"
+BIAS, MIX_BIAS, DEAD = "key/bias", "heads/talking_heads/pre/bias", "out/kernel"
 NULLS = {
     "plain": ({}, (), [BIAS]),
     "rotary": ({"rotary": ja.Rotary()}, (), []),
@@ -304,7 +304,7 @@ NULLS = {
         {}, (variants.talking_heads(bias=True), variants.talking_heads(dynamic=("pre_key",))), [],
     ),
     "dcmha": ({}, (variants.dcmha(rank=1),), []),
-    "one shared head": ({}, (variants.moh(shared=1, top_k=2),), [ROUTER, BIAS]),
+    "one shared head": ({}, (variants.moh(shared=1, top_k=2),), [BIAS]),
     "shared basis": ({}, (variants.collab(width=6),), []),
     "overlap": ({}, (variants.mohsa(overlap=2),), [BIAS, DEAD]),
 }  # fmt: skip

@@ -83,11 +83,16 @@ def _residual(params, x_q, x_k, x_v, **more):
     return x_q + y if x_q.shape == y.shape else y
 
 
+def _all_values(weights, value):
+    """0 times NaN where a row is hidden."""
+    return jnp.einsum("bhqk,bhkv->bhqv", weights, value)
+
+
 UNPLANTED = {  # laws without a fault of their own in the table
     "layer-widths": layer_of("", project=_tripled),
     "layer-causality": of_layer(_centred),
     "hidden-source": of_layer(_looks_behind),
-    NAN: layer_of("", combine=lambda weights, value: jnp.einsum("bhqk,bhkv->bhqv", weights, value)),
+    NAN: layer_of("", combine=_all_values, clean=lambda x, seen: x),
 }
 
 

@@ -1,6 +1,7 @@
 """Law 3: a chain applies its links in order, each at its own stage."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -223,5 +224,86 @@ def test_upgrades_of_a_chain_follow_one_another():
     params = plain
     for declared in attn.declare().values():
         params = declared.upgrade.params(params, fresh)
+    y, _ = table.jit(lambda p: table.call(case, attn, p, inputs))(params)
+    table.assert_close(y, table.loops(case, plain, inputs), 1e-12, "upgraded link by link")
+
+
+# Every variant with itself
+
+
+def twice(name):
+    """An attention with the first case of a variant that may follow itself, twice; None where none may."""
+    for case in table.TABLE[name]:
+        try:
+            return case, ja.attention(ja.HeadSpec(**case.spec), case.transform(), case.transform())
+        except ValueError as error:
+            assert re.search(r"Fix: .*(first|equal counts|head counts)", str(error)), error
+    return None
+
+
+FOLLOWS_ITSELF = (
+    "mha",
+    "talking_heads",
+    "dcmha",
+    "moh",
+)  # the others redefine the projections, which one may
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_each_variant_twice_in_a_chain_keeps_leaves_notes_losses_and_telemetry_apart(name):
+    found = twice(name)
+    assert (found is not None) == (name in FOLLOWS_ITSELF)
+    if found is None:
+        return
+    case, attn = found
+    first, second = (site.name for site in attn.sites)
+    assert (first, second) == (name, f"{name}_1")
+    params, inputs = table.drawn(attn, np.random.default_rng(13)), table.draw(case)
+    once = ja.attention(ja.HeadSpec(**case.spec), case.transform())
+    own = set(params["heads"])
+    assert own == ({first, second} if once.init(jax.random.key(0))["heads"] else set())
+
+    @table.jit
+    def run(params):
+        def loss(params):
+            y, aux = table.call(case, attn, params, inputs, engine="dense")
+            return (y**2).sum() + aux.total(), (y, aux)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (_, (y, aux)), slopes = run(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(slopes["heads"]):
+        assert np.abs(leaf).max() > 1e-9, path
+    noted = jax.eval_shape(lambda p: attn.query_side(p, inputs.x_q), params).notes
+    own_of_first = {**params, "heads": {site: params["heads"][site] for site in own & {first}}}
+    alone = jax.eval_shape(lambda p: once.query_side(p, inputs.x_q), own_of_first).notes
+    assert set(noted) == {name for one in alone for name in (one, f"{one}_1")}
+    if case.loss is not None:
+        assert set(aux.losses) == {"balance", f"{second}_balance"} and set(aux.sums) == {first, second}
+        assert float(aux.losses["balance"].value) != float(aux.losses[f"{second}_balance"].value)
+        assert np.abs(np.asarray(aux.sums[first].probability - aux.sums[second].probability)).max() > 1e-3
+    for site in own:  # each moves the output by leaves of its own
+        other = params["heads"] | {site: table.redraw(params["heads"][site], np.random.default_rng(14))}
+        assert np.abs(np.asarray(run({**params, "heads": other})[0][1][0] - y)).max() > 1e-3 * np.abs(y).max()
+
+
+EXACT = {
+    "mha": variants.mha(),
+    "talking_heads": variants.talking_heads(bias=True),
+    "dcmha": variants.dcmha(static=True),
+    "moh": variants.moh(shared=1, top_k=3, gates="released"),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWS_ITSELF)
+def test_upgrades_of_the_same_variant_twice_are_exact(name):
+    case, links = table.mha_case(CHAINED), (EXACT[name], EXACT[name])
+    attn, inputs = ja.attention(ja.HeadSpec(**CHAINED), *links), table.draw(case)
+    rng = np.random.default_rng(10)
+    fresh, plain = table.drawn(attn, rng), table.drawn(ja.attention(ja.HeadSpec(**CHAINED)), rng)
+    params = plain
+    for declared in attn.declare().values():
+        params = declared.upgrade.params(params, fresh)
+    attn.check_params(params)
     y, _ = table.jit(lambda p: table.call(case, attn, p, inputs))(params)
     table.assert_close(y, table.loops(case, plain, inputs), 1e-12, "upgraded link by link")

@@ -168,8 +168,8 @@ def softmax(x: Array, visible: Array) -> Array:
     x, visible = same_rank(x, visible)
     largest = jnp.finfo(x.dtype).max
     x = jnp.where(x > largest, largest, x)
-    top = jax.lax.stop_gradient(jnp.where(visible, x, -largest).max(axis=-1, keepdims=True))
-    top = jnp.maximum(top, -largest)
+    top = jnp.where(visible, x, -largest).max(axis=-1, keepdims=True, initial=-largest)  # also of no keys
+    top = jax.lax.stop_gradient(top)
     counts = visible & ~(x < top - reach(x.dtype))  # true of NaN
     raised = jnp.where(counts, jnp.exp(jnp.where(counts, x, top) - top), 0)
     total = raised.sum(axis=-1, keepdims=True)

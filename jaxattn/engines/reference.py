@@ -69,8 +69,8 @@ def _row(call: Call, query, key, visible, bias, kept) -> tuple[Array, dict[str, 
     key_bias = None if bias is None else bias.T
     raw, logits = jax.lax.map(pair_logits, (key, key_bias))  # [k, hl], [k, hs]
     seen = jnp.broadcast_to(visible.T, logits.shape)
-    top = jax.lax.stop_gradient(jnp.where(seen, logits, jnp.finfo(dtype).min).max(0, keepdims=True))
-    top = jnp.maximum(top, jnp.finfo(dtype).min)
+    least = jnp.finfo(dtype).min
+    top = jax.lax.stop_gradient(jnp.where(seen, logits, least).max(0, keepdims=True, initial=least))
     half = jnp.where(seen, logits, top) / 2 - top / 2  # a whole difference could be too large for the type
     counts = seen & ~(half < -500)  # exp(-1000) is zero
     raised = jnp.where(counts, jnp.exp(2 * jnp.where(counts, half, 0)), 0)

@@ -11,7 +11,7 @@ from jax import Array
 
 import jaxattn as ja
 from jaxattn.check.faults.fault import Fault
-from jaxattn.check.faults.right import right
+from jaxattn.check.faults.right import kept, right
 from jaxattn.check.subjects.attention import states
 from jaxattn.check.subjects.decoder import DECODES, Decoder, Room, Rows
 from jaxattn.check.tracing.stages import Stages
@@ -87,6 +87,10 @@ def reorder(state: State, index: Array) -> State:
     return state._replace(key=state.key[index], value=state.value[index], valid=state.valid[index])
 
 
+def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    return right(query, key, value, mask=mask)
+
+
 def rollback(state: State, n: int) -> State:
     left = state.taken - n
     return state._replace(taken=left, position=jnp.where(state.position < left, state.position, -1))
@@ -94,7 +98,7 @@ def rollback(state: State, n: int) -> State:
 
 STEPS: dict[str, Callable[..., Any]] = {
     f.__name__: f
-    for f in (positions, fits, slots, value_slots, stored_as, keep, visible, reset, reorder, rollback)
+    for f in (positions, fits, slots, value_slots, stored_as, keep, visible, attend, reset, reorder, rollback)
 }
 
 
@@ -116,7 +120,7 @@ def right_decoder(name: str = "right", /, **steps: Callable[..., Any]) -> Decode
         )  # fmt: skip
         after = State(*(s["keep"](refused, *pair) for pair in zip(state, new, strict=True)))
         after = after._replace(refused=refused)
-        out = right(rows.query, after.key, after.value, mask=s["visible"](after, at))
+        out = s["attend"](rows.query, after.key, after.value, s["visible"](after, at))
         return after, jnp.where(refused, jnp.nan, out).astype(out.dtype)
 
     return Decoder(
@@ -224,12 +228,23 @@ def _state(
     return Fault(says, source, law, subject, stage, functools.partial(traced, script, **steps))
 
 
+def _not_cleaned(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    return right(query, key, value, mask=mask, clean=kept)
+
+
 def _from_the_last(state: State, at: Array) -> Array:
     """Where a dynamic update lands that does not fit: moved back until it does."""
     return at - jnp.maximum(0, at[-1] + 1 - state.key.shape[1])
 
 
 FAULTS: dict[str, Fault] = {
+    "padding that is stored as it comes": Fault(
+        "0 times NaN in a padding row of a cache",
+        "PUB-05",
+        "padding-holds-anything",
+        right_decoder("planted", attend=_not_cleaned),
+        why="a trace of finite rows shows none",
+    ),
     "cached call aligned at the start": _state(
         "row i of a cached call sees keys up to i, so that a step sees key 0 alone",
         "PUB-11; PUB-12",

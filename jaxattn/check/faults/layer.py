@@ -34,6 +34,11 @@ def leaves(params: Params) -> Params:
     return params
 
 
+def clean(x: Array, seen: Array) -> Array:
+    """Source states, zero in rows that nobody sees: a kernel's gradient is a product with them."""
+    return jnp.where(seen.any((1, 2))[:, :, None], x, 0)
+
+
 def project(x: Array, leaf: dict[str, Array]) -> Array:
     """[b, t, m] to [b, h, t, d]."""
     heads = jnp.einsum("btm,mhd->bhtd", x, leaf["kernel"])
@@ -75,7 +80,20 @@ def reported(weights: Array) -> Array:
 
 STEPS: dict[str, Callable[..., Any]] = {
     f.__name__: f
-    for f in (sources, leaves, project, repeat, scores, visible, softmax, combine, merge, write, reported)
+    for f in (
+        sources,
+        leaves,
+        clean,
+        project,
+        repeat,
+        scores,
+        visible,
+        softmax,
+        combine,
+        merge,
+        write,
+        reported,
+    )
 }
 
 
@@ -87,10 +105,12 @@ def _answered(
         raise TypeError(f"steps: got {', '.join(sorted(strange))}. Fix: some of {', '.join(STEPS)}.")
     s, alone = STEPS | steps, x_k is x_q and x_v is x_q
     own = s["leaves"](params)
-    states = zip(s["sources"](x_q, x_k, x_v), LEAVES[:3], strict=True)
+    x_q, *source = s["sources"](x_q, x_k, x_v)
+    shape = len(x_q), own["query"]["kernel"].shape[1], x_q.shape[1], source[0].shape[1]
+    seen = s["visible"](shape, mask, is_causal, alone)
+    states = zip((x_q, *(s["clean"](x, seen) for x in source)), LEAVES[:3], strict=True)
     query, key, value = (s["project"](x, own[name]) for x, name in states)
     key, value = (s["repeat"](x, query.shape[1]) for x in (key, value))
-    seen = s["visible"]((*query.shape[:3], key.shape[2]), mask, is_causal, alone)
     weights = s["softmax"](s["scores"](scale(query), key), seen)
     y = s["write"](s["merge"](s["combine"](weights, value)), own["out"])
     return y, s["reported"](weights)
@@ -237,6 +257,14 @@ def _reversed_queries(params: Params) -> Params:
 
 NO_STAGE = "derivatives are no stage"
 FAULTS: dict[str, Fault] = {
+    "hidden states projected": _planted(
+        "0 times NaN in the gradient of a kernel, from a source row that nobody sees",
+        "PUB-05",
+        "hidden-source-holds-anything",
+        "",
+        why=NO_STAGE,
+        clean=lambda x, seen: x,
+    ),
     "one kernel for Q, K and V": _planted(
         "the three projections share their weights", "M3.2 0x0E", "own-kernels", "K", leaves=_shared
     ),

@@ -231,4 +231,12 @@ FAULTS: dict[str, Fault] = {
         BATCH._replace(poison=True),
         clean=kept,
     ),
+    "hidden rows cleaned of NaN alone": planted(
+        "0 times inf in a gradient, from a hidden value at the type's largest",
+        "PUB-05",
+        "hidden-row-holds-anything",
+        "",
+        why="derivatives are no stage",
+        clean=lambda x, seen: jnp.where(jnp.isfinite(x), x, 0),
+    ),
 }

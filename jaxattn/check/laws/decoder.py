@@ -20,6 +20,7 @@ from jaxattn.check.law import (
     noted,
     table,
 )
+from jaxattn.check.laws.hidden import extremes
 from jaxattn.check.subjects.decoder import Decoder, Rows
 from jaxattn.check.verdict import enable_x64
 
@@ -201,6 +202,26 @@ def padded_prompt(subject, sizes):
     return Outcome(0.0, SINGLE)
 
 
+@law("numbers", "NaN, inf and numbers up to the type's largest in a padding row reach no real row", "padding",
+     about=Decoder, sizes=ONCE)  # fmt: skip
+def padding_holds_anything(subject, sizes):
+    rows, at = rows_of(subject, sizes), np.arange(sizes.k)
+    valid = np.broadcast_to(at != sizes.k // 2, (len(rows.query), sizes.k))
+    hidden = jnp.asarray(~valid)[..., None, None]
+
+    def outputs(value: float) -> np.ndarray:
+        filled = [jnp.where(hidden, value, x).astype(x.dtype) for x in rows[:3]]
+        padded = Rows(*filled, valid=jnp.asarray(valid))
+        return fed(subject, empty(subject, rows), padded)[1][valid]
+
+    want = outputs(0.0)
+    for name, value in extremes(rows.key.dtype).items():
+        off = distance(outputs(value), want)
+        if not off <= SINGLE:
+            return noted(off, SINGLE, name)
+    return Outcome(0.0, SINGLE)
+
+
 @law("behaviour", "a window keeps and shows the newest rows, for ever", "window", about=Decoder)
 def window_is_the_pass(subject, sizes):
     rows, w = rows_of(subject, sizes), max(1, sizes.k // 2)
@@ -272,6 +293,7 @@ LAWS = table(
     beams_reordered,
     rolled_back,
     padded_prompt,
+    padding_holds_anything,
     window_is_the_pass,
     step_under_jit,
     kept_in_its_type,

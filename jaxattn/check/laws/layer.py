@@ -11,6 +11,7 @@ from jax import Array
 
 from jaxattn.check.draws.layer import WIDTHS, attended, changed, draw_layer, layer_loops, projected, turned
 from jaxattn.check.law import SINGLE, Outcome, Sizes, Unasked, distance, law, moved, noted, table
+from jaxattn.check.laws.hidden import extremes
 from jaxattn.check.subjects.layer import LEAVES, Layer, LayerCall, Params
 from jaxattn.check.verdict import enable_x64
 
@@ -280,6 +281,43 @@ def hidden_source_nan(subject, sizes):
     return Outcome(distance(_ask(subject, plus(np.nan)), _ask(subject, call)), SINGLE)
 
 
+@functools.lru_cache(maxsize=8)
+def _answers(subject: Layer) -> Callable[..., Any]:
+    """Output and gradients of parameters and states, as one program."""
+
+    def run(params: Params, x_q: Array, x_k: Array, x_v: Array, mask: Array) -> Any:
+        answer = lambda *all: subject.apply(LayerCall(*all, mask))
+        loss = lambda *all: (answer(*all) ** 2).sum()
+        operands = params, x_q, x_k, x_v
+        return answer(*operands), jax.grad(loss, (0, 1, 2, 3))(*operands)
+
+    return jax.jit(run)
+
+
+@law(
+    "numbers",
+    "NaN, inf and numbers up to the type's largest in a hidden source row reach no output and no gradient",
+    "cross",
+    "mask",
+    "tracing",
+    about=Layer,
+    sizes=(WIDE,),
+)
+def hidden_source_holds_anything(subject, sizes):
+    call, _ = _hidden(subject)
+
+    def answers(value: float) -> list[Array]:
+        x_k, x_v = (x.at[:, -1].set(value) for x in (call.x_k, call.x_v))
+        return jax.tree.leaves(_answers(subject)(call.params, call.x_q, x_k, x_v, call.mask))
+
+    want = answers(0.0)
+    for name, value in extremes(jnp.float32).items():
+        off = max(map(distance, answers(value), want), key=lambda x: (x != x, x))
+        if not off <= SINGLE:
+            return Outcome(off, SINGLE, name)
+    return Outcome(0.0, SINGLE)
+
+
 def _slopes(loss: Callable[..., Array], at: tuple[Array, ...]) -> tuple[list[float], list[float]]:
     """Along a direction for each argument: what the gradient says, and what the function does."""
     rng, h = np.random.default_rng(5), 1e-2
@@ -372,6 +410,7 @@ LAWS = table(
     layer_causality,
     hidden_source,
     hidden_source_nan,
+    hidden_source_holds_anything,
     aliased_gradient,
     source_gradient,
     key_bias_null,
