@@ -2,6 +2,9 @@
 
 import pathlib
 import re
+import sys
+import textwrap
+import types
 
 import jax
 import pytest
@@ -23,7 +26,9 @@ WITHOUT_CODE = {
 
 
 def blocks(page: pathlib.Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    """The Python of a page, also where a list indents it."""
+    found = re.findall(r"^( *)```python\n(.*?)^\1```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(block) for _, block in found]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +39,9 @@ def blocks(page: pathlib.Path) -> list[str]:
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert bool(blocks(page)) == (page not in WITHOUT_CODE), "a page lost its code, or WITHOUT_CODE is wrong"
-    namespace = {}
+    module = types.ModuleType("page")  # what a page defines is then found by pickle
+    monkeypatch.setitem(sys.modules, "page", module)
+    namespace = vars(module)
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", False)  # as a reader's session starts
     try:
