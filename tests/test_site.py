@@ -137,6 +137,19 @@ def test_every_public_name_has_its_heading(site):
     assert not missing, f"docs/reference lacks {missing}. Fix: a line '::: {missing[0]}' on one of its pages."
 
 
+def test_docstrings_become_pages(site):
+    """Doctests are code blocks, options of a variant are its signature, products are not taken for tags."""
+    page = (site / "reference/variants.html").read_text()
+    text = re.sub(r"<[^>]*>", "", page)
+    assert "softmax_heads: int | None = None" in text and "dropout_over_queries: bool = False" in text
+    for page in sorted((site / "reference").glob("*.html")):
+        text = page.read_text()
+        assert text.count("&gt;&gt;&gt;") == len(re.findall(r'<span class="gp">&gt;&gt;&gt;', text)), (
+            page.name
+        )
+        assert "```" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL), page.name
+
+
 def test_formulas_have_what_draws_them(site):
     page = (site / "choose.html").read_text()
     assert 'class="arithmatex"' in page and "assets/katex/katex.min.js" in page

@@ -16,14 +16,6 @@ def as_markdown(text: str) -> str:
     """The text with a fence around each doctest, and "<" before a word escaped: it is a product, not a tag.
 
     "d_qk, d_v: widths" is one entry of a list, so its names are joined by spaces that do not break.
-
-    >>> print(as_markdown("y = <q, k>\\n    >>> 1 + 1\\n    2").replace("`" * 3, "FENCE"))
-    y = &lt;q, k>
-    <BLANKLINE>
-        FENCEpycon
-        >>> 1 + 1
-        2
-        FENCE
     """
 
     def fenced(match: re.Match[str]) -> str:
