@@ -278,8 +278,11 @@ class by_class_name(ja.HeadTransform):
 
 
 class uncounted(ja.HeadTransform):
+    """How often it multiplies, only the numbers say."""
+
     def finish(self, params, heads, side, at):
-        return jnp.einsum("...qhv,vw->...qhw", heads, jnp.eye(heads.shape[-1], dtype=heads.dtype))
+        twice = lambda x: jnp.einsum("...v,vw->...w", x, 2 * jnp.eye(x.shape[-1], dtype=x.dtype))
+        return jax.lax.while_loop(lambda x: jnp.square(x).sum() < 1, twice, heads)
 
 
 class refuses(ja.HeadTransform):
@@ -325,7 +328,7 @@ FAULTS = {
     "a dead start": Wrong(upgraded(("up", "down")), "upgrade-is-exact-and-alive", "nor after one step.*Fix"),
     "another's notes": Wrong(by_class_name(), "twice-in-a-chain", "of the second of two, has no.*Fix"),
     "an upgrade of the first alone": Wrong(upgraded(right_name=False), "twice-in-a-chain", "unknown|missing"),
-    "a product that is not counted": Wrong(uncounted(), "ledger-counts", "the program has.*Fix"),
+    "a product that is not counted": Wrong(uncounted(), "ledger-counts", "ledger: .*while"),
     "a refusal of everything": Wrong(refuses(), "sizes", "refuses cross-attention.*Fix: ask with sizes"),
     "an error that is no refusal": Wrong(refuses(KeyError), "sizes", "KeyError"),
 }  # fmt: skip

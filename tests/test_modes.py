@@ -1,7 +1,8 @@
 """JAX's strict and tracing modes: a table of variants x engines x modes, forward, gradient and decode.
 
 A mode is a setting of JAX under which a program either still gives its value or raises. Most of them show in
-tracing alone, so those cells compile nothing. Values at the edge of a type are in test_modes_numbers.py.
+tracing alone, so those cells compile nothing. Symbolic sizes are in test_modes_symbolic.py, numbers at the
+edge of a type in test_modes_numbers.py.
 """
 
 import contextlib
@@ -14,88 +15,28 @@ import numpy as np
 import pytest
 import table
 from flax import nnx
-from jax import ShapeDtypeStruct, export
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
+from modes import (
+    CELLS,
+    MASKS,
+    MODEL,
+    OPTIONS,
+    P,
+    T,
+    assert_near,
+    cell,
+    cells,
+    drawn,
+    each_variant,
+    expected,
+    made,
+    steps,
+    whole,
+)
 
 import jaxattn as ja
 import variants
 from jaxattn.linear import linear_map
-
-B, T, MODEL, SIZE = 2, 5, 12, 6  # rows of the cache: SIZE
-OPTIONS = {
-    "mha": {},
-    "mohsa": {"overlap": 2},
-    "talking_heads": {},
-    "dcmha": {},
-    "moh": {"shared": 1, "top_k": 2},
-    "collab": {},
-}
-ENGINES = ("reference", "dense", "blocked", "auto")
-CELLS = [(name, engine) for name in variants.VARIANTS for engine in ENGINES] + [("moh", "routed")]
-cells = pytest.mark.parametrize(("name", "engine"), CELLS)
-each_variant = pytest.mark.parametrize("name", variants.VARIANTS)
-P = PartitionSpec
-
-
-@functools.cache
-def made(name, dtype=jnp.float32):
-    """An attention of this variant with biases, rotary positions and head norms; parameters of order 1."""
-    norm = None if name == "collab" else "rms"  # one basis for all heads: it refuses head norms
-    spec = ja.HeadSpec(
-        model=MODEL, heads=4, d_qk=4, d_v=4, use_bias=True, rotary=ja.Rotary(pairs="adjacent"), qk_norm=norm
-    )
-    attn = ja.attention(spec, variants.VARIANTS[name](**OPTIONS[name]))
-    params = table.cast(table.drawn(attn, np.random.default_rng(4)), dtype)
-    return attn, params, attn.empty_cache(B, SIZE, dtype=dtype)
-
-
-def drawn(dtype=jnp.float32, batch=B, rows=T):
-    """States, and how many rows of each example are real: none of the last one's."""
-    x = np.random.default_rng(5).normal(size=(batch, rows, MODEL))
-    n = np.arange(batch)[::-1] * (rows - 2)
-    return jnp.asarray(x, dtype), jnp.asarray(n, jnp.int32)
-
-
-def whole(attn, engine):
-    """The output and its gradients, of (params, x, n)."""
-
-    def loss(params, x, n):
-        y, aux = attn.apply(params, x, mask=ja.causal() & ja.lengths(n), engine=engine)
-        return (y * y).sum() + aux.total().astype(y.dtype), y
-
-    def both(params, x, n):
-        gradient, y = jax.grad(loss, (0, 1), has_aux=True)(params, x, n)
-        return y, gradient
-
-    return both
-
-
-def steps(attn, engine):
-    """A prompt of three rows and a step, of (params, cache, x)."""
-
-    def decode(params, cache, x):
-        prompt, _, cache = attn.decode(params, cache, x[:, :3], engine=engine)
-        return prompt, attn.decode(params, cache, x[:, 3:4], engine=engine)[0]
-
-    return decode
-
-
-def cell(name, engine, dtype=jnp.float32):
-    """Both functions of a cell with their arguments."""
-    attn, params, cache = made(name, dtype)
-    x, n = drawn(dtype)
-    return (whole(attn, engine), (params, x, n)), (steps(attn, engine), (params, cache, x))
-
-
-@functools.cache
-def expected(name):
-    """What the cells of a variant give without any mode."""
-    return [jax.tree.map(np.asarray, table.jit(f)(*args)) for f, args in cell(name, "dense")]
-
-
-def assert_near(got, want):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, np.abs(b).max()))
 
 
 def test_every_variant_and_engine_has_its_row():
@@ -157,24 +98,6 @@ def test_r2_02_options_promote_no_rank(options):
 def test_r2_02_initial_values_promote_no_rank(name):
     with strict():
         jax.eval_shape(made(name)[0].init, jax.random.key(0))
-
-
-MASKS = {
-    "causal": lambda n, ids: ja.causal(align="end"),
-    "window": lambda n, ids: ja.window(2, ahead=1),
-    "padding": lambda n, ids: ja.padding(ids > 0),
-    "padding of all examples": lambda n, ids: ja.padding(ids[0] > 0),
-    "lengths": lambda n, ids: ja.lengths(n),
-    "lengths int8": lambda n, ids: ja.lengths(n.astype(jnp.int8)),
-    "lengths int64": lambda n, ids: ja.lengths(n.astype(jnp.int64)),
-    "one length": lambda n, ids: ja.lengths(n[0]),
-    "segments": lambda n, ids: ja.segments(ids),
-    "segments of two ranks": lambda n, ids: ja.segments(ids, ids[0]),
-    "explicit": lambda n, ids: ja.explicit(ids > 0, axes="b k"),
-    "explicit h q": lambda n, ids: ja.explicit(jnp.ones((4, 6), bool), axes="h q"),
-    "not, or": lambda n, ids: ~ja.causal() | ja.padding(ids > 0),
-    "all": lambda n, ids: (ja.causal() & ja.lengths(n)) | ja.padding(ids[0] > 0) & ja.segments(ids),
-}
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -342,86 +265,6 @@ def test_r2_17_gradient_under_shard_map_is_that_without(name, engine):
         for f in (split, call)
     )
     assert_near(got, want)
-
-
-# Symbolic sizes
-
-
-def of_sizes(batch, rows, dtype=jnp.float32):
-    return ShapeDtypeStruct((batch, rows, MODEL), dtype), ShapeDtypeStruct((batch,), jnp.int32)
-
-
-@pytest.mark.heavy
-@each_variant
-def test_r2_03_an_exported_program_serves_any_batch_and_rows(name):
-    attn, params, _ = made(name)
-    function = table.jit(whole(attn, "auto"))
-    b, t = export.symbolic_shape("b, t")
-    program = export.export(function)(params, *of_sizes(b, t))
-    for batch, rows in ((2, 5), (3, 7)):
-        x, n = drawn(batch=batch, rows=rows)
-        assert_near(program.call(params, x, n), function(params, x, n))
-
-
-@cells
-def test_r2_03_engines_take_symbolic_sizes_or_say_which_does(name, engine):
-    attn, params, cache = made(name)
-    both, decode = jax.jit(whole(attn, engine)), jax.jit(steps(attn, engine))
-    b, t = export.symbolic_shape("b, t")
-    if engine in ("blocked", "routed"):
-        with pytest.raises(ValueError, match="symbolic.*Fix: .*auto"):
-            export.export(both)(params, *of_sizes(b, t))
-    else:
-        export.export(both)(params, *of_sizes(b, t))
-    if engine != "routed":
-        export.export(both)(params, *of_sizes(b, T))
-        of_batch = lambda x: ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) if x.ndim else x
-        export.export(decode)(params, jax.tree.map(of_batch, cache), of_sizes(b, T)[0])
-
-
-def test_r2_03_as_it_was_reported():
-    attn = ja.attention(ja.HeadSpec(model=16, heads=4))
-    params, x = attn.init(jax.random.key(0)), jnp.ones((3, 8, 16), jnp.float32)
-    call = table.jit(lambda x: attn.apply(params, x, mask=ja.causal())[0])
-    program = export.export(call)(ShapeDtypeStruct(export.symbolic_shape("b, 8, 16"), jnp.float32))
-    np.testing.assert_allclose(program.call(x), call(x), atol=1e-6)
-
-
-def test_r2_03_auto_judges_a_symbolic_batch_by_one_example():
-    attn = ja.attention(ja.HeadSpec(model=16, heads=4))
-    params = jax.eval_shape(attn.init, jax.random.key(0))
-    found = []
-
-    def names(rows):
-        call = jax.jit(lambda params, x: attn.apply(params, x, mask=ja.causal())[0])
-        shape = export.symbolic_shape(f"b, {rows}, 16")
-        text = export.export(call)(params, ShapeDtypeStruct(shape, jnp.float32)).mlir_module()
-        return "while" in text  # blocked is a loop
-
-    found = [names(256), names(2048), names("t")]
-    assert found == [False, True, False]
-
-
-@pytest.mark.heavy
-def test_r2_03_blocks_of_a_symbolic_batch_are_those_of_any_other():
-    attn, params, _ = made("talking_heads")
-    rows = 300  # several blocks
-    function = table.jit(whole(attn, "blocked"))
-    program = export.export(function)(params, *of_sizes(export.symbolic_shape("b")[0], rows))
-    x, n = drawn(batch=3, rows=rows)
-    assert_near(program.call(params, x, n), table.jit(whole(attn, "dense"))(params, x, n))
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_r2_03_masks_take_symbolic_sizes(mask):
-    if mask is MASKS["explicit h q"]:
-        mask = lambda n, ids: ja.explicit(jnp.ones((4, 1), bool) & (ids[0] > 0), axes="h q")
-    attn = ja.attention(ja.HeadSpec(model=16, heads=4))
-    params = jax.eval_shape(attn.init, jax.random.key(0))
-    call = lambda params, x, n, ids: attn.apply(params, x, mask=mask(n, ids))[0]
-    b, t = export.symbolic_shape("b, t")
-    args = [((b, t, 16), jnp.float32), ((b,), jnp.int32), ((b, t), jnp.int32)]
-    export.export(jax.jit(call))(params, *(ShapeDtypeStruct(*a) for a in args))
 
 
 # Flax's own views of a layer

@@ -84,7 +84,7 @@ def softmax(x: Array, visible: Array, known: Array | None = None) -> tuple[Array
     if known is not None:
         return _alone(share_of, x, known[..., :1], known[..., 1:]), known
     x = jnp.where(visible, jnp.minimum(x, largest), -largest)
-    top = jnp.maximum(jnp.max(x, axis=-1, keepdims=True), -largest)
+    top = x.max(axis=-1, keepdims=True, initial=-largest)
     raised = share_of(x, top)
     total = raised.sum(axis=-1, keepdims=True)
     share = 1 / jnp.where(total == 0, 1, total)

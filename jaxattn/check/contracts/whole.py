@@ -212,8 +212,8 @@ def ledger_counts(made: Made) -> Iterator[str]:
     counted, traced = sum(book.macs.values()), macs(run, made.params, made.x_q, made.x_kv)
     if counted != traced:
         yield (
-            f"the ledger counts {counted:,} MACs, the program has {traced:,}. Fix: products of states "
-            "belong to query_side and key_side; the ledger counts neither those of finish nor those of aux"
+            f"the ledger counts {counted:,} MACs, the program has {traced:,}. Fix: products belong to the "
+            "hooks, whose programs it reads"
         )
     have, want = sum(book.parameters.values()), sum(leaf.size for leaf in jax.tree.leaves(made.params))
     if have != want:

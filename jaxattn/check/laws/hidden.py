@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from jaxattn.check.law import SINGLE, SIZES, Outcome, changed, distance, draw, law, noted, slopes, table
@@ -38,12 +39,15 @@ def hidden_large_score(subject, sizes):
 def _answers(subject: Subject) -> Callable[[Call], Any]:
     """Output and gradients of all three, as one program."""
 
-    def run(sides: tuple[Any, ...], mask: Any) -> Any:
-        loss = lambda sides: (subject.attend(Call(*sides, mask)).astype(jnp.float32) ** 2).sum()
-        return subject.attend(Call(*sides, mask)), jax.grad(loss)(sides)
+    def answer(query: Array, key: Array, value: Array, mask: Array) -> Array:
+        return subject.attend(Call(query, key, value, mask))
+
+    def run(*operands: Array) -> Any:
+        loss = lambda *operands: (answer(*operands).astype(jnp.float32) ** 2).sum()
+        return answer(*operands), jax.grad(loss, (0, 1, 2))(*operands)
 
     program = jax.jit(run)
-    return lambda call: jax.tree.leaves(program(call[:3], call.mask))
+    return lambda call: jax.tree.leaves(program(*call[:3], call.mask))
 
 
 @law(

@@ -285,10 +285,11 @@ def hidden_source_nan(subject, sizes):
 def _answers(subject: Layer) -> Callable[..., Any]:
     """Output and gradients of parameters and states, as one program."""
 
-    def run(params: Params, x_q: Array, x_k: Array, x_v: Array, mask: Array) -> Any:
-        answer = lambda *all: subject.apply(LayerCall(*all, mask))
-        loss = lambda *all: (answer(*all) ** 2).sum()
-        operands = params, x_q, x_k, x_v
+    def answer(params: Params, x_q: Array, x_k: Array, x_v: Array, mask: Array) -> Array:
+        return subject.apply(LayerCall(params, x_q, x_k, x_v, mask))
+
+    def run(*operands: Any) -> Any:
+        loss = lambda *operands: (answer(*operands) ** 2).sum()
         return answer(*operands), jax.grad(loss, (0, 1, 2, 3))(*operands)
 
     return jax.jit(run)
