@@ -167,11 +167,12 @@ def softmax(x: Array, visible: Array) -> Array:
     """
     x, visible = same_rank(x, visible)
     largest = jnp.finfo(x.dtype).max
-    x = jnp.where(x > largest, largest, x)
-    top = jnp.where(visible, x, -largest).max(axis=-1, keepdims=True, initial=-largest)  # also of no keys
-    top = jax.lax.stop_gradient(top)
-    counts = visible & ~(x < top - reach(x.dtype))  # true of NaN
-    raised = jnp.where(counts, jnp.exp(jnp.where(counts, x, top) - top), 0)
+    still = jax.lax.stop_gradient(x)
+    top = jnp.where(visible, jnp.minimum(still, largest), -largest)
+    top = top.max(axis=-1, keepdims=True, initial=-largest)  # also of no keys
+    counts = visible & ~(still < top - reach(x.dtype))  # true of NaN
+    finite = jnp.where(still > largest, largest, x)
+    raised = jnp.where(counts, jnp.exp(jnp.where(counts, finite, top) - top), 0)
     total = raised.sum(axis=-1, keepdims=True)
     return raised / jnp.where(total == 0, 1, total)
 
