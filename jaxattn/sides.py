@@ -11,12 +11,15 @@ Variants compile to these values, engines execute them, everything else reads th
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from jaxattn.axes import same_rank
 
 PyTree = Any
 
@@ -121,31 +124,33 @@ def calm_rows(x: Array, seen: Array | None, core: int) -> Array:
         return x
     limit = float(jnp.finfo(x.dtype).max) ** (1 / 2 if x.dtype == jnp.float16 else 1 / 8)
     ordinary = jnp.all(jnp.abs(x) <= limit, axis=tuple(range(1 - core, 0)))
-    seen = jnp.asarray(seen)
-    rank = max(seen.ndim, ordinary.ndim)
-    wide = lambda rows: rows.reshape((1,) * (rank - rows.ndim) + rows.shape)
-    return zero_rows(x, wide(seen) | wide(ordinary), core)
+    return zero_rows(x, operator.or_(*same_rank(seen, ordinary)), core)
 
 
 def hide_rows(side: "KeySide", seen: Array | None) -> "KeySide":
     """The key side whose rows that are not seen, bool [..., k], cannot make a product infinite or NaN."""
-    zero = lambda x, core: None if x is None else calm_rows(x, seen, core)
-    of_stage = lambda f: None if f is None else Factors(*map(zero, f, FACTOR_AXES))
-    stages = (tuple(map(of_stage, side.pre)), tuple(map(of_stage, side.post)))
-    key, value = calm_rows(side.key, seen, 3), calm_rows(side.value, seen, 3)
-    return KeySide(key, value, zero(side.bias, 2), *stages, side.valid, side.position)
+    return side._replace(
+        key=calm_rows(side.key, seen, 3),
+        value=calm_rows(side.value, seen, 3),
+        bias=None if side.bias is None else calm_rows(side.bias, seen, 2),
+        pre=_calm_stages(side.pre, seen),
+        post=_calm_stages(side.post, seen),
+    )
 
 
 def hide_queries(side: "QuerySide", valid: Array | None) -> "QuerySide":
     """The query side whose rows that are not valid, bool [..., q], cannot make a product infinite or NaN."""
-    zero = lambda x, core: None if x is None else calm_rows(x, valid, core)
-    of_stage = lambda f: None if f is None else Factors(*map(zero, f, FACTOR_AXES))
     return side._replace(
-        query=zero(side.query, 3),
-        pre=tuple(map(of_stage, side.pre)),
-        post=tuple(map(of_stage, side.post)),
-        gate=zero(side.gate, 3),
+        query=calm_rows(side.query, valid, 3),
+        gate=None if side.gate is None else calm_rows(side.gate, valid, 3),
+        pre=_calm_stages(side.pre, valid),
+        post=_calm_stages(side.post, valid),
     )
+
+
+def _calm_stages(stages: tuple[Factors | None, ...], seen: Array | None) -> tuple[Factors | None, ...]:
+    calm = lambda x, core: None if x is None else calm_rows(x, seen, core)
+    return tuple(None if f is None else Factors(*map(calm, f, FACTOR_AXES)) for f in stages)
 
 
 def static_field(default: Any = dataclasses.MISSING) -> Any:
